@@ -1,0 +1,30 @@
+"""jpaged serves large language models from JAX with a paged KV cache."""
+
+from typing import TYPE_CHECKING, Any
+
+from jpaged.errors import CapacityError, ConfigError, InvalidRequestError, JpagedError, ModelError
+from jpaged.request import CompletionOutput, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jpaged.engine.llm import LLM
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "InvalidRequestError",
+    "JpagedError",
+    "ModelError",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine, and jax with it, only when it is asked for: decisions and facts stay plain host code."""
+    if name == "LLM":
+        from jpaged.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""`python -m jpaged`: the same as the command `jpaged`."""
+
+from jpaged.cli import main
+
+main()

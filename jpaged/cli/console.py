@@ -1,0 +1,73 @@
+"""What the commands print while an engine starts and after it has answered."""
+
+import sys
+import time
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jpaged.config import EngineConfig
+from jpaged.metrics import EngineStats
+from jpaged.request import RequestOutput, RequestTimes
+
+# Answers go to stdout and nothing else does, so that they can be piped.
+notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar():
+    """A bar on stderr for counted work; leaves no trace when done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        yield progress
+
+
+def start_llm(config: EngineConfig):
+    """Start an engine with a progress bar over the shapes it compiles."""
+    notes.print(f"Loading {config.model} ...")
+    from jpaged.engine.llm import LLM
+
+    options = {name: getattr(config, name) for name in config.field_names() if name != "model"}
+    with progress_bar() as progress:
+        task = progress.add_task("Compiling", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            progress.update(task, description=f"Compiling {what}", completed=done, total=total)
+
+        llm = LLM(config.model, report=report, **options)
+    stats = llm.stats()
+    notes.print(
+        f"Ready in {stats.ready_seconds:.1f} s: {llm.engine.parts.dtype}, {stats.pages_total} pages,"
+        f" {stats.buckets} shapes ({stats.compilations} programs compiled, the rest from the cache)."
+    )
+    return llm
+
+
+def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) -> str:
+    """Return what happened, in a few lines."""
+    num_tokens = len(output.outputs[0].token_ids)
+    return "\n".join(
+        (
+            f"{len(output.prompt_token_ids)} prompt tokens, {num_tokens} generated ({output.outputs[0].finish_reason})",
+            f"time to first token {_time_to_first_token(output.times):.3f} s,"
+            f" then {_decode_rate(output.times, num_tokens)}",
+            f"pages: {pages_peak} used at most, {stats.pages_free} of {stats.pages_total} free now",
+            f"compiled shapes: {stats.buckets}, compilations after ready: {stats.compilations_after_ready}",
+        )
+    )
+
+
+def write_text(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _time_to_first_token(times: RequestTimes) -> float:
+    return (times.first_token or time.monotonic()) - times.arrival
+
+
+def _decode_rate(times: RequestTimes, num_tokens: int) -> str:
+    if num_tokens < 2 or times.first_token is None or times.finished is None:
+        return "no more tokens"
+    return f"{(num_tokens - 1) / max(times.finished - times.first_token, 1e-9):.1f} tokens/s"

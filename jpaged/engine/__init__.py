@@ -1,0 +1,1 @@
+"""The engine: plan, run, commit."""

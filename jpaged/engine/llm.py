@@ -1,0 +1,136 @@
+"""The offline door: prompts in, finished outputs out."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import ConfigError, InvalidRequestError, JpagedError
+from jpaged.execution.runner import ReportProgress
+from jpaged.metrics import EngineStats
+from jpaged.request import OutputDelta, Prompt, RequestOutput, SamplingParams
+
+Message = dict[str, Any]
+
+
+class LLM:
+    """A model with its own engine. Options are those of EngineConfig.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or does not fit the machine.
+        ModelError: the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, report: ReportProgress | None = None, **options: Any) -> None:
+        unknown = sorted(set(options) - set(EngineConfig.field_names()))
+        if unknown:
+            known = ", ".join(name for name in EngineConfig.field_names() if name != "model")
+            raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {known}")
+        self.engine = Engine(EngineConfig(model=model, **options), report)
+        self._next_request = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        on_delta: Callable[[OutputDelta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts together; the results are in the prompts' order.
+
+        Args:
+            prompts: text or {"prompt_token_ids": [...]}, one or many.
+            params: for all prompts, or one for each; `None` takes SamplingParams().
+            on_delta: called with everything a step adds, as it comes.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is refused, or the numbers of prompts and parameters differ;
+                nothing has run then.
+            CapacityError: a request could never fit; nothing has run then.
+        """
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one each"
+            )
+        requests = [
+            ({"prompt_token_ids": self._check(place, len(prompts), prompt, params[place])}, prompt)
+            for place, prompt in enumerate(prompts)
+        ]
+        return self._run(requests, params, on_delta)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        on_delta: Callable[[OutputDelta], None] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or many: lists of {"role": ..., "content": ...}, put through the model's
+        chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([self.render_chat(c) for c in conversations], params, on_delta=on_delta)  # type: ignore[arg-type]
+
+    def render_chat(self, messages: SequenceOf[Message]) -> Prompt:
+        """Put a conversation through the chat template, ready for the model's answer.
+
+        Raises:
+            InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
+        """
+        if self.tokenizer is None:
+            raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
+        return {"prompt_token_ids": self.tokenizer.apply_chat_template(list(messages))}
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Generate for one prompt and yield what each step adds. Closing the iterator aborts the request."""
+        request_id = self._new_request_id()
+        self.engine.add_request(request_id, prompt, params or SamplingParams())
+        try:
+            while self.engine.has_work:
+                yield from self.engine.step()
+        finally:
+            self.engine.abort_request(request_id)
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def _check(self, place: int, count: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+        try:
+            return self.engine.check_request(prompt, params)
+        except JpagedError as error:
+            raise type(error)(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
+
+    def _run(
+        self,
+        requests: list[tuple[Prompt, Prompt]],
+        params: SequenceOf[SamplingParams],
+        on_delta: Callable[[OutputDelta], None] | None,
+    ) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        try:
+            for (tokenized, prompt), request_params in zip(requests, params, strict=True):
+                output = self.engine.add_request(self._new_request_id(), tokenized, request_params)
+                output.prompt = prompt if isinstance(prompt, str) else None
+                outputs.append(output)
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    if on_delta is not None:
+                        on_delta(delta)
+        finally:
+            # Without effect on finished requests; an interrupt must not leave the others behind.
+            for output in outputs:
+                self.engine.abort_request(output.request_id)
+        return outputs
+
+    def _new_request_id(self) -> str:
+        self._next_request += 1
+        return f"offline-{self._next_request}"

@@ -1,0 +1,161 @@
+"""Turns a configuration into the parts of an engine, checking what can be checked before it costs anything."""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jpaged.config import EngineConfig
+from jpaged.engine.model_source import resolve_model
+from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
+from jpaged.errors import ConfigError
+from jpaged.execution.compilation import enable_compilation_cache
+from jpaged.execution.kv_cache import ACCELERATOR_FRACTION, CPU_FRACTION, MemoryNeeds, free_memory_bytes, size_pool
+from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
+from jpaged.models.spec import ModelSpec, load_spec
+from jpaged.parallel.mesh import make_mesh
+from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
+from jpaged.weights.load import load_weights
+from jpaged.weights.placement import weight_bytes
+from pallas_kernels.paged_attention.api import PageSpec
+from pallas_kernels.paged_attention.dispatch import choose
+
+logger = logging.getLogger(__name__)
+DEFAULT_PAGE_SIZE_TOKENS = 16
+TPU_PAGE_SIZE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """A ready engine's parts. `tokenizer` is `None` for a model directory without one."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    max_model_len: int
+    dtype: str
+    tokenizer: Tokenizer | None
+    runner: Runner
+    scheduler: Scheduler
+    ready_seconds: float
+
+
+def start_up(config: EngineConfig, report: ReportProgress | None = None) -> EngineParts:
+    """Load the model, size the pool, compile everything.
+
+    Raises:
+        ModelError: the model cannot be found, read or mapped.
+        ConfigError: the configuration does not fit the model or the machine; raised before weights are loaded.
+    """
+    start = time.monotonic()
+    enable_compilation_cache()
+    model_dir = resolve_model(config.model)
+    spec = load_spec(model_dir)
+    max_model_len = _choose_max_model_len(config, spec)
+    mesh = make_mesh(config.tensor_parallel_size, spec=spec)
+    device = mesh.devices.flat[0]
+    dtype = choose_dtype(config.dtype, device.platform)
+    page_spec = PageSpec(
+        num_layers=spec.num_layers,
+        num_pages=1,
+        page_size_tokens=config.page_size
+        or (TPU_PAGE_SIZE_TOKENS if device.platform == "tpu" else DEFAULT_PAGE_SIZE_TOKENS),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=jnp.dtype(dtype),
+    )
+    page_spec = _size_pages(config, spec, page_spec, max_model_len, dtype, device)
+    attention, reason = choose(
+        device.platform,
+        page_spec,
+        num_q_heads=spec.num_heads,
+        q_dtype=page_spec.dtype,
+        device_kind=device.device_kind,
+    )
+    logger.info("attention: %s", reason)
+    tokenizer = _load_tokenizer(model_dir)
+    model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    runner = Runner(
+        model,
+        attention,
+        mesh,
+        RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
+    )
+    runner.warm_up(report)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_pages=page_spec.num_pages,
+            page_size_tokens=page_spec.page_size_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.policy,
+        )
+    )
+    return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
+
+
+def choose_dtype(wanted: str, platform: str) -> str:
+    """Resolve "auto": bfloat16 where the device multiplies it in hardware, else float32."""
+    if wanted != "auto":
+        return wanted
+    if platform != "cpu":
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
+def _choose_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len is None:
+        return spec.max_position
+    if config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, the model was made for {spec.max_position} positions; lower it"
+        )
+    return config.max_model_len
+
+
+def _size_pages(
+    config: EngineConfig, spec: ModelSpec, page_spec: PageSpec, max_model_len: int, dtype: str, device: jax.Device
+) -> PageSpec:
+    """Return the page spec with its number of pages."""
+    share = config.tensor_parallel_size
+    needs = MemoryNeeds(
+        weight_bytes=weight_bytes(spec, jnp.dtype(dtype)) // share,
+        step_bytes=_step_bytes(config, spec, max_model_len),
+        page_bytes=page_spec.page_bytes // share,
+    )
+    fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
+    num_pages = size_pool(
+        needs,
+        free_bytes=free_memory_bytes(device),
+        fraction=fraction,
+        pages_per_seq=-(-max_model_len // page_spec.page_size_tokens),
+        max_num_seqs=config.max_num_seqs,
+        num_pages=config.num_pages,
+    )
+    return PageSpec(
+        num_layers=page_spec.num_layers,
+        num_pages=num_pages,
+        page_size_tokens=page_spec.page_size_tokens,
+        num_kv_heads=page_spec.num_kv_heads,
+        head_dim=page_spec.head_dim,
+        dtype=page_spec.dtype,
+    )
+
+
+def _step_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:
+    """An upper estimate, in bytes, of what the largest step keeps beside weights and pages: float32 activations of one
+    layer, a few copies of the logits, and the rows' token histories."""
+    tokens = config.max_num_batched_tokens
+    features = 6 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.num_heads * spec.head_dim
+    logits = 4 * config.max_num_seqs * spec.vocab_size
+    histories = (config.max_num_seqs + 1) * max_model_len
+    return 4 * (tokens * features + logits + histories)
+
+
+def _load_tokenizer(model_dir: Path) -> Tokenizer | None:
+    if not any((model_dir / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return None
+    return load_tokenizer(model_dir)

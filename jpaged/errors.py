@@ -1,0 +1,21 @@
+"""The errors users of jpaged meet. Each message says what is wrong, what was got, the limit, and the remedy."""
+
+
+class JpagedError(Exception):
+    """Base of every error that jpaged raises for its users."""
+
+
+class InvalidRequestError(JpagedError, ValueError):
+    """A request that can never be served as it stands: a bad parameter, a bad prompt, a prompt too long."""
+
+
+class CapacityError(JpagedError):
+    """A request that cannot fit: more pages than the pool has, or a full queue."""
+
+
+class ConfigError(JpagedError, ValueError):
+    """An engine configuration that cannot work on this machine or with this model."""
+
+
+class ModelError(JpagedError):
+    """A model that cannot be found, read, or mapped onto a known architecture."""

@@ -1,0 +1,1 @@
+"""RUN one step: buckets, the packed batch, the KV cache's size, the jitted step, the sampler, the runner."""

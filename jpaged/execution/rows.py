@@ -1,0 +1,80 @@
+"""What each running row keeps on the device, so that the host sends only changes.
+
+Letters: R rows and one scratch row; M tokens of the longest sequence; G KV groups; Q pages of the longest sequence.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jpaged.execution.batch import RowParameters, StepBatch
+
+
+class Rows(NamedTuple):
+    """The running state, donated to each step.
+
+    Attributes:
+        tokens: int32 [R + 1, M], each row's history: prompt and output.
+        page_tables: int32 [G, R + 1, Q].
+        parameters: sampling parameters, entries [R + 1].
+    """
+
+    tokens: Array
+    page_tables: Array
+    parameters: RowParameters
+
+
+def make_rows(num_rows: int, max_model_len: int, pages_per_seq: int, scratch_page: int) -> Rows:
+    """Return empty rows: every page table names the scratch page, every row is greedy."""
+    all_rows = num_rows + 1
+    return Rows(
+        tokens=jnp.zeros((all_rows, max_model_len), jnp.int32),
+        page_tables=jnp.full((1, all_rows, pages_per_seq), scratch_page, jnp.int32),
+        parameters=RowParameters(
+            temperature=jnp.zeros(all_rows, jnp.float32),
+            top_p=jnp.ones(all_rows, jnp.float32),
+            min_p=jnp.zeros(all_rows, jnp.float32),
+            top_k=jnp.zeros(all_rows, jnp.int32),
+            seed_low=jnp.zeros(all_rows, jnp.int32),
+            seed_high=jnp.zeros(all_rows, jnp.int32),
+            sample_index=jnp.zeros(all_rows, jnp.int32),
+        ),
+    )
+
+
+def apply_changes(rows: Rows, batch: StepBatch) -> Rows:
+    """Enter a plan's new pages and taken rows. Padding entries change the scratch row only."""
+    page_tables = rows.page_tables.at[batch.new_page_groups, batch.new_page_rows, batch.new_page_indices].set(
+        batch.new_page_ids
+    )
+    parameters = jax.tree.map(
+        lambda kept, new: kept.at[batch.taken_rows].set(new), rows.parameters, batch.taken_parameters
+    )
+    return rows._replace(page_tables=page_tables, parameters=parameters)
+
+
+def read_tokens(rows: Rows, batch: StepBatch, token_rows: Array, positions: Array) -> tuple[Rows, Array]:
+    """Enter the tokens that the host knows into the histories, and return all of the step's tokens.
+
+    Args:
+        token_rows: int32 [T], each token's row.
+        positions: int32 [T], each token's position in its sequence.
+
+    Returns:
+        the rows, and token ids int32 [T].
+    """
+    token_ids = jnp.where(batch.token_ids >= 0, batch.token_ids, rows.tokens[token_rows, positions])
+    return rows._replace(tokens=rows.tokens.at[token_rows, positions].set(token_ids)), token_ids
+
+
+def append_tokens(rows: Rows, batch: StepBatch, drawn: Array) -> Rows:
+    """Write the drawn tokens, int32 [S], behind the histories of the rows that drew one.
+
+    A sequence that has just reached the longest length has no place left for its last token, and needs none: the
+    write falls outside and is dropped.
+    """
+    scratch_row = rows.tokens.shape[0] - 1
+    target_rows = jnp.where(batch.samples, batch.row_ids, scratch_row)
+    return rows._replace(tokens=rows.tokens.at[target_rows, batch.kv_lens].set(drawn, mode="drop"))

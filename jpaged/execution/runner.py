@@ -1,0 +1,128 @@
+"""Owns the device's state and runs plans on it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpaged.execution.batch import BatchLayout
+from jpaged.execution.buckets import Bucket, choose_bucket, make_buckets
+from jpaged.execution.compilation import counter
+from jpaged.execution.rows import make_rows
+from jpaged.execution.step import StepParts, make_step
+from jpaged.parallel.mesh import TENSOR_AXIS
+from jpaged.step_plan import StepPlan, StepResult
+from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
+
+# Called with what was just compiled, how many shapes are done, and how many there are.
+ReportProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Sizes of the running state and of the largest step."""
+
+    page_spec: PageSpec
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class PendingStep:
+    """A dispatched step; `result` waits for it."""
+
+    __slots__ = ("_drawn", "_num_seqs")
+
+    def __init__(self, drawn: Array, num_seqs: int) -> None:
+        drawn.copy_to_host_async()
+        self._drawn = drawn
+        self._num_seqs = num_seqs
+
+    def result(self) -> StepResult:
+        return StepResult(token_ids=np.asarray(self._drawn)[: self._num_seqs])
+
+
+class Runner:
+    """One jitted step per bucket over donated pages and rows.
+
+    Nothing here decides: `start` executes a plan as it is. The weights stay; pages and rows are replaced by each step.
+    """
+
+    def __init__(self, model: nnx.Module, attention: PagedAttention, mesh: Mesh, config: RunnerConfig) -> None:
+        graph, self._weights = nnx.split(model)
+        self._parts = StepParts(graph, attention, config.page_spec, mesh)
+        self._config = config
+        self._executables: dict[Bucket, jax.stages.Compiled] = {}
+        self._layouts = {
+            bucket: BatchLayout(
+                bucket, config.page_spec.page_size_tokens, config.max_num_seqs, config.page_spec.scratch_page
+            )
+            for bucket in make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+        }
+        self.buckets = sorted(self._layouts)
+        self._programs_at_ready: int | None = None
+        self._compilations_before = counter.compilations
+        self.compilations = 0
+        self._pages, self._rows = self._make_state()
+
+    @property
+    def compilations_after_ready(self) -> int:
+        return 0 if self._programs_at_ready is None else counter.programs - self._programs_at_ready
+
+    def warm_up(self, report: ReportProgress | None = None) -> float:
+        """Compile every bucket and run each once, empty; return the seconds it took. Nothing compiles after it."""
+        start = time.monotonic()
+        for done, bucket in enumerate(self.buckets):
+            self._executables[bucket] = self._compile(bucket)
+            self._run(bucket, StepPlan(step=-1)).result()
+            if report is not None:
+                report(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows", done + 1, len(self.buckets))
+        self.compilations = counter.compilations - self._compilations_before
+        self._programs_at_ready = counter.programs
+        return time.monotonic() - start
+
+    def start(self, plan: StepPlan) -> PendingStep:
+        """Dispatch a plan and return at once."""
+        return self._run(choose_bucket(self.buckets, plan.num_tokens, plan.num_seqs), plan)
+
+    def _run(self, bucket: Bucket, plan: StepPlan) -> PendingStep:
+        words = self._layouts[bucket].pack(plan)
+        self._pages, self._rows, drawn = self._executables[bucket](self._weights, self._pages, self._rows, words)
+        return PendingStep(drawn, plan.num_seqs)
+
+    def _make_state(self) -> tuple[Any, Any]:
+        """Pages split over KV heads, rows on every device."""
+        config, spec = self._config, self._config.page_spec
+        pages_per_seq = -(-config.max_model_len // spec.page_size_tokens)
+        make = lambda: (  # noqa: E731
+            self._parts.attention.make_pages(spec),
+            make_rows(config.max_num_seqs, config.max_model_len, pages_per_seq, spec.scratch_page),
+        )
+        shardings = self._state_shardings(jax.eval_shape(make)[1])
+        return jax.jit(make, out_shardings=shardings)()
+
+    def _state_shardings(self, rows: Any) -> tuple[Any, Any]:
+        mesh = self._parts.mesh
+        page_specs = self._parts.attention.page_sharding(self._config.page_spec, TENSOR_AXIS)
+        pages = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), page_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        )
+        return pages, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), rows)
+
+    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
+        layout = self._layouts[bucket]
+        replicated = NamedSharding(self._parts.mesh, PartitionSpec())
+        step = jax.jit(
+            make_step(self._parts, layout),
+            donate_argnums=(1, 2),
+            out_shardings=(*self._state_shardings(self._rows), replicated),
+        )
+        words = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=replicated)
+        return step.lower(self._weights, self._pages, self._rows, words).compile()

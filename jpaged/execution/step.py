@@ -1,0 +1,112 @@
+"""The function that runs one step; jitted once per bucket.
+
+Letters: T tokens and S rows of the bucket; E hidden features; V vocabulary entries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jpaged.execution.batch import BatchLayout, StepBatch
+from jpaged.execution.rows import Rows, append_tokens, apply_changes, read_tokens
+from jpaged.execution.sampler import sample
+from jpaged.parallel.mesh import TENSOR_AXIS
+from pallas_kernels.paged_attention.api import AttentionBatch, PagedAttention, PageSpec
+
+StepFunction = Callable[[Any, Any, Rows, Array], tuple[Any, Rows, Array]]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What every bucket's step has in common."""
+
+    graph: nnx.GraphDef
+    attention: PagedAttention
+    page_spec: PageSpec
+    mesh: Mesh
+
+
+def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
+    """Return step(weights, pages, rows, words) -> (pages, rows, drawn token ids int32 [S]) for one bucket.
+
+    `words` is the packed plan, int32 [layout.num_words]. Pages and rows are meant to be donated.
+    """
+    num_tokens = layout.bucket.num_tokens
+
+    def step(weights: Any, pages: Any, rows: Rows, words: Array) -> tuple[Any, Rows, Array]:
+        batch = layout.unpack(words)
+        rows = apply_changes(rows, batch)
+        token_rows, positions = _locate_tokens(batch, num_tokens, layout.scratch_row)
+        rows, token_ids = read_tokens(rows, batch, token_rows, positions)
+        attention_batch = AttentionBatch(
+            cu_q_lens=batch.cu_q_lens,
+            kv_lens=batch.kv_lens,
+            page_table=rows.page_tables[0, batch.row_ids],
+            num_decode=batch.num_decode,
+            num_seqs=batch.num_seqs,
+        )
+        work = parts.attention.make_work(attention_batch, num_tokens, parts.page_spec)
+        model = nnx.merge(parts.graph, weights)
+        hidden, pages = model(token_ids, positions, pages, partial(_attend, parts, work))
+        drawn = lax.cond(
+            jnp.any(batch.samples),
+            lambda: _draw(model, hidden, rows, batch),
+            lambda: jnp.zeros(layout.bucket.num_rows, jnp.int32),
+        )
+        return pages, append_tokens(rows, batch, drawn), drawn
+
+    return step
+
+
+def _locate_tokens(batch: StepBatch, num_tokens: int, scratch_row: int) -> tuple[Array, Array]:
+    """Return each token's row and position, int32 [T]; padding tokens get the scratch row's position 0."""
+    indices = jnp.arange(num_tokens, dtype=jnp.int32)
+    ends = batch.cu_q_lens[1:]
+    place = jnp.searchsorted(ends, indices, side="right").astype(jnp.int32)
+    place = jnp.minimum(place, ends.shape[0] - 1)
+    first_positions = batch.kv_lens - (ends - batch.cu_q_lens[:-1])
+    positions = first_positions[place] + indices - batch.cu_q_lens[place]
+    is_real = indices < ends[-1]
+    return jnp.where(is_real, batch.row_ids[place], scratch_row), jnp.where(is_real, positions, 0)
+
+
+def _draw(model: Any, hidden: Array, rows: Rows, batch: StepBatch) -> Array:
+    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    logits = model.logits(hidden[last])
+    parameters = jax.tree.map(lambda kept: kept[batch.row_ids], rows.parameters)
+    return sample(logits, parameters, batch.kv_lens)
+
+
+def _attend(
+    parts: StepParts,
+    work: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: Any,
+    *,
+    layer: Array,
+    sinks: Array | None,
+    **static: Any,
+):
+    """Run the kernel on each device's own KV heads."""
+    heads = PartitionSpec(None, TENSOR_AXIS, None)
+    page_specs = parts.attention.page_sharding(parts.page_spec, TENSOR_AXIS)
+
+    def on_device(q: Array, k: Array, v: Array, pages: Any, work: Any, layer: Array, sinks: Array | None):
+        return parts.attention.attend(q, k, v, pages, work, layer=layer, sinks=sinks, **static)
+
+    return jax.shard_map(
+        on_device,
+        mesh=parts.mesh,
+        in_specs=(heads, heads, heads, page_specs, PartitionSpec(), PartitionSpec(), PartitionSpec(TENSOR_AXIS)),
+        out_specs=(heads, page_specs),
+        check_vma=False,
+    )(q, k, v, pages, work, layer, sinks)

@@ -1,0 +1,78 @@
+"""Linear layers and embeddings. Letters: T tokens, K input features, N output features, V vocabulary."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+
+def abstract_parameter(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> nnx.Param:
+    """A parameter of known shape and no storage; the numbers are put in by jpaged.weights."""
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+def dot_precision(dtype: jax.typing.DTypeLike) -> lax.Precision:
+    """Float32 models are for exact comparison: without HIGHEST, TPUs and GPUs round float32 operands first."""
+    return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else lax.Precision.DEFAULT
+
+
+def project(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "T N"]:
+    """x times the transpose of weight, operands in the weight's dtype, result in float32.
+
+    Weights lie as [N, K] and the result stays float32: both measured as the fastest form on CPU, and the residual
+    stream is float32 anyway.
+    """
+    return lax.dot_general(
+        x.astype(weight.dtype),
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=dot_precision(weight.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+class Linear(nnx.Module):
+    """A linear layer: weight [*stack, *outputs, inputs] in the model's dtype, optional bias [*stack, *outputs] in
+    float32. `outputs` may have several axes, so that a fused layer can be sharded along the first."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: tuple[int, ...],
+        dtype: jax.typing.DTypeLike,
+        *,
+        bias: bool = False,
+        stack: tuple[int, ...] = (),
+    ):
+        self.weight = abstract_parameter((*stack, *outputs, inputs), dtype)
+        self.bias = abstract_parameter((*stack, *outputs), jnp.float32) if bias else None
+
+    def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T ..."]:
+        weight = self.weight[...]
+        # Flat, because XLA transposes (copies) a right-hand side with more than two axes at every step. Joining the
+        # output axes keeps a split of the first of them.
+        y = project(x, weight.reshape(-1, weight.shape[-1])).reshape(x.shape[0], *weight.shape[:-1])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table [rows, width] in the model's dtype, looked up in float32; also the output head when tied."""
+
+    def __init__(self, rows: int, width: int, dtype: jax.typing.DTypeLike):
+        self.weight = abstract_parameter((rows, width), dtype)
+
+    def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T K"]:
+        # Padding rows carry arbitrary ids: clip, so that they cannot bring NaN into the batch.
+        return jnp.take(self.weight[...], ids, axis=0, mode="clip").astype(jnp.float32)
+
+    def logits(self, hidden: Float[Array, "T K"]) -> Float[Array, "T V"]:
+        """hidden times the transposed table."""
+        return project(hidden, self.weight[...])
+
+
+def parameter_count(module: nnx.Module) -> int:
+    """Elements of all parameters of a module, abstract or not."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module)))

@@ -1,0 +1,59 @@
+"""Feed-forward blocks. Letters: T tokens, E hidden features, F intermediate features."""
+
+import functools
+import math
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jpaged.layers.linear import Linear
+from jpaged.models.spec import ModelSpec
+
+# Every name of jpaged.models.spec.ACTIVATIONS; transformers' "gelu" is the exact one.
+ACTIVATION_FUNCTIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+def gate_up_blocks(spec: ModelSpec) -> int:
+    """Blocks that the fused gate and up rows are interleaved by: the most that any tensor-parallel split needs,
+    which must divide both the KV heads and the intermediate features."""
+    return math.gcd(spec.num_kv_heads, spec.intermediate_size)
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020).
+
+    `gate_up` lies as [B, 2 * F / B, E], each of B blocks holding F / B gate rows and then their up rows: one product
+    computes both, and splitting axis B splits both among devices.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: jax.typing.DTypeLike, stack: tuple[int, ...]):
+        self.blocks = gate_up_blocks(spec)
+        block_rows = 2 * spec.intermediate_size // self.blocks
+        self.gate_up = Linear(spec.hidden_size, (self.blocks, block_rows), dtype, bias=spec.mlp_bias, stack=stack)
+        self.down = Linear(spec.intermediate_size, (spec.hidden_size,), dtype, bias=spec.mlp_bias, stack=stack)
+        self.activation = spec.activation
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        fused = self.gate_up(x).reshape(x.shape[0], self.blocks, 2, -1)
+        gated = ACTIVATION_FUNCTIONS[self.activation](fused[:, :, 0]) * fused[:, :, 1]
+        return self.down(gated.reshape(x.shape[0], -1))
+
+
+class MLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, spec: ModelSpec, dtype: jax.typing.DTypeLike, stack: tuple[int, ...]):
+        self.up = Linear(spec.hidden_size, (spec.intermediate_size,), dtype, bias=spec.mlp_bias, stack=stack)
+        self.down = Linear(spec.intermediate_size, (spec.hidden_size,), dtype, bias=spec.mlp_bias, stack=stack)
+        self.activation = spec.activation
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        return self.down(ACTIVATION_FUNCTIONS[self.activation](self.up(x)))

@@ -1,0 +1,32 @@
+"""Runs a stack of equal layers with one traced body, so that compile time does not grow with depth."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def scan_layers[Layer: nnx.Module](
+    layers: Layer,
+    num_layers: int,
+    body: Callable[[Layer, Float[Array, "T E"], Any, Array], tuple[Float[Array, "T E"], Any]],
+    hidden: Float[Array, "T E"],
+    pages: Any,
+) -> tuple[Float[Array, "T E"], Any]:
+    """Applies `body(layer, hidden, pages, index)` for every layer in turn; returns (hidden, pages).
+
+    `layers` is one module whose every parameter has a leading axis of `num_layers`. Pages are carried, never scanned
+    over: scanning over them would copy the pool at every layer.
+    """
+    graph, weights = nnx.split(layers)
+
+    def step(carry, scanned):
+        hidden, pages = carry
+        layer_weights, index = scanned
+        return body(nnx.merge(graph, layer_weights), hidden, pages, index), None
+
+    carry, _ = lax.scan(step, (hidden, pages), (weights, jnp.arange(num_layers, dtype=jnp.int32)))
+    return carry

@@ -1,0 +1,35 @@
+"""What an engine tells of itself."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot.
+
+    Attributes:
+        pages_total, pages_free, pages_used: of the device pool; the scratch page is not counted.
+        pages_cached: pages that no sequence owns but whose contents may be used again.
+        rows_running, rows_waiting: sequences in a row, and sequences that wait for one.
+        preemptions: how often a sequence had to give its pages back, since the start.
+        steps: steps dispatched since the start.
+        buckets: compiled shapes.
+        compilations: programs compiled before the engine was ready; those read back from the cache do not count.
+        compilations_after_ready: programs compiled, or read back from the cache, after that; 0 unless there is a bug.
+        kv_utilisation: token slots in use over token slots allocated, averaged over steps; 0 before the first.
+        ready_seconds: from the start of the engine until it was ready.
+    """
+
+    pages_total: int
+    pages_free: int
+    pages_used: int
+    pages_cached: int
+    rows_running: int
+    rows_waiting: int
+    preemptions: int
+    steps: int
+    buckets: int
+    compilations: int
+    compilations_after_ready: int
+    kv_utilisation: float
+    ready_seconds: float

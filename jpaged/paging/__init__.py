@@ -1,0 +1,1 @@
+"""WHERE tokens live: page pools, page tables. Plain host code; never imports jax."""

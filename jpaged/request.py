@@ -1,0 +1,155 @@
+"""What users ask for and what they get back."""
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from jpaged.errors import InvalidRequestError
+
+MAX_SEED = 2**64 - 1
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is already tokenized."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when a sequence ends.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token (greedy).
+        top_p: keep the most likely tokens whose probabilities sum to at least this; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
+        seed: makes the draw repeatable whatever else runs; `None` draws fresh noise.
+        max_tokens: most tokens to generate; `None` goes on to the context's end.
+        stop_token_ids: tokens that end the sequence; the token is kept in `token_ids`, not in the text.
+        ignore_eos: go on after an end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: make text at all.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
+        _number("temperature", self.temperature, low=0.0, high=math.inf)
+        _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        _whole("top_k", self.top_k, low=-1)
+        if self.seed is not None:
+            _whole("seed", self.seed, low=0, high=MAX_SEED)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, low=1)
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence. `finish_reason` is "stop" or "length", or `None` while it runs; `stop_reason` is the
+    stop token id that ended it, `None` if that was the model's own end-of-sequence token."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When things happened, in seconds of `time.monotonic()`; `None` if not yet."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Everything known of a request. `prompt` is `None` when the prompt came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    times: RequestTimes
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What a step added to one sequence of a request. `request` holds everything so far, and goes on changing."""
+
+    request: RequestOutput
+    index: int
+    text: str
+    token_ids: list[int]
+
+
+def validate_prompt_token_ids(token_ids: SequenceOf[Any], vocabulary_size: int, max_model_len: int) -> list[int]:
+    """Return the ids as a list. Raise InvalidRequestError if empty, out of the vocabulary, or too long.
+
+    One position is kept free for the first generated token.
+    """
+    if len(token_ids) == 0:
+        raise InvalidRequestError("the prompt has no tokens; give at least one")
+    if len(token_ids) >= max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(token_ids)} tokens, the limit is {max_model_len - 1} (a context of {max_model_len}"
+            " less one token to generate); shorten it, or raise max_model_len if the model allows it"
+        )
+    ids = _token_ids("prompt_token_ids", token_ids)
+    worst = max(ids)
+    if worst >= vocabulary_size:
+        raise InvalidRequestError(
+            f"prompt_token_ids holds {worst}, the vocabulary has ids 0..{vocabulary_size - 1};"
+            " was the prompt made with another tokenizer?"
+        )
+    return list(ids)
+
+
+def _token_ids(name: str, values: SequenceOf[Any]) -> tuple[int, ...]:
+    ids: list[int] = []
+    for value in values:
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise InvalidRequestError(f"{name} holds {value!r}, token ids are whole numbers")
+        token_id = int(value)
+        if token_id < 0:
+            raise InvalidRequestError(f"{name} holds {token_id}, token ids are at least 0")
+        ids.append(token_id)
+    return tuple(ids)
+
+
+def _number(name: str, value: object, *, low: float, high: float, above_low: bool = False) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or not low <= value <= high or (above_low and value == low):  # type: ignore[operator]
+        upper = "" if high == math.inf else f" and at most {high:g}"
+        raise InvalidRequestError(
+            f"{name} is {value!r}, it must be {'above' if above_low else 'at least'} {low:g}{upper}"
+        )
+
+
+def _whole(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    fits = isinstance(value, int) and not isinstance(value, bool)
+    if not fits or value < low or (high is not None and value > high):  # type: ignore[operator]
+        upper = "" if high is None else f" and at most {high}"
+        raise InvalidRequestError(f"{name} is {value!r}, it must be a whole number of at least {low}{upper}")

@@ -1,0 +1,1 @@
+"""WHO runs next. Plain host code; never imports jax."""

@@ -1,0 +1,1 @@
+"""The doors that others knock on: files of requests and, later, gRPC."""

@@ -1,0 +1,215 @@
+"""The cases every implementation of paged attention is tested and benchmarked with."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention.api import AttentionBatch, PageSpec
+from pallas_kernels.paged_attention.reference import attend_reference
+
+DECODE_CONTEXT = 300
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step's shape. `sequences` are (tokens already in the cache, new tokens); decode rows come first."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    dtype: str = "float32"
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    page_size_tokens: int = 16
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    padding_sequences: int = 2  # S exceeds the sequences in use by this
+    padding_tokens: int = 3  # and T the tokens
+    extra_table_entries: int = 2
+    num_layers: int = 2
+    benchmark: bool = False  # too large for the tests
+
+    @property
+    def num_decode(self) -> int:
+        """Leading sequences with one token."""
+        return next((i for i, (_, new) in enumerate(self.sequences) if new != 1), len(self.sequences))
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flat batch, padding included."""
+        return sum(new for _, new in self.sequences) + self.padding_tokens
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `attend` takes; the pages are plain arrays, for `pack_pages`."""
+
+    spec: PageSpec
+    batch: AttentionBatch
+    q: Any
+    k: Any
+    v: Any
+    pages_k: np.ndarray  # [num_layers, num_pages + 1, page_size, Hkv, D]
+    pages_v: np.ndarray
+    layer: int
+    options: dict[str, Any]  # scale, window, soft_cap, sinks
+
+    def expected(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The reference's output, float32 [T, Hq, D], and pages."""
+        batch, sinks = self.batch, self.options["sinks"]
+        return attend_reference(
+            *(np.asarray(x) for x in (self.q, self.k, self.v)),
+            self.pages_k,
+            self.pages_v,
+            cu_q_lens=np.asarray(batch.cu_q_lens),
+            kv_lens=np.asarray(batch.kv_lens),
+            page_table=np.asarray(batch.page_table),
+            num_seqs=int(batch.num_seqs),
+            layer=self.layer,
+            **{**self.options, "sinks": None if sinks is None else np.asarray(sinks)},
+        )
+
+
+def build(case: Case, seed: int = 0) -> Inputs:
+    """Random inputs for a case: page ids shuffled, every slot that holds no token poisoned with nan or infinity."""
+    rng = np.random.default_rng(seed)
+    page_size, dtype = case.page_size_tokens, jnp.dtype(case.dtype)
+    kv_lens = [context + new for context, new in case.sequences]
+    pages_of = [-(-length // page_size) for length in kv_lens]
+    num_pages = sum(pages_of) + 3
+    spec = PageSpec(case.num_layers, num_pages, page_size, case.num_kv_heads, case.head_dim, dtype)
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    num_seqs, rows = len(case.sequences), len(case.sequences) + case.padding_sequences
+    ids = rng.permutation(num_pages)
+    table = rng.integers(0, num_pages + 1, (max(rows, 1), max(pages_of, default=0) + case.extra_table_entries))
+    shape = (case.num_layers, num_pages + 1, page_size, case.num_kv_heads, case.head_dim)
+    pages_k = np.full(shape, np.nan, dtype)
+    pages_v = np.full(shape, np.nan, dtype)
+    pages_k[:, :, 1::2] = np.inf
+    pages_v[:, 1::2] = -np.inf
+    for sequence, (context, _) in enumerate(case.sequences):
+        table[sequence, : pages_of[sequence]], ids = ids[: pages_of[sequence]], ids[pages_of[sequence] :]
+        for start in range(0, context, page_size):
+            page, n = table[sequence, start // page_size], min(page_size, context - start)
+            pages_k[:, page, :n] = random(case.num_layers, n, case.num_kv_heads, case.head_dim)
+            pages_v[:, page, :n] = random(case.num_layers, n, case.num_kv_heads, case.head_dim)
+
+    new = np.array([new for _, new in case.sequences], np.int32)
+    cu_q_lens = np.concatenate([[0], np.cumsum(new), np.full(rows - num_seqs, new.sum())])
+    kv_lens = np.concatenate([kv_lens, np.zeros(rows - num_seqs)])
+    batch = AttentionBatch(
+        cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
+        kv_lens=jnp.asarray(kv_lens, jnp.int32),
+        page_table=jnp.asarray(table, jnp.int32),
+        num_decode=jnp.int32(case.num_decode),
+        num_seqs=jnp.int32(num_seqs),
+    )
+    tokens = case.num_tokens
+    return Inputs(
+        spec=spec,
+        batch=batch,
+        q=jnp.asarray(random(tokens, case.num_q_heads, case.head_dim)),
+        k=jnp.asarray(random(tokens, case.num_kv_heads, case.head_dim)),
+        v=jnp.asarray(random(tokens, case.num_kv_heads, case.head_dim)),
+        pages_k=pages_k,
+        pages_v=pages_v,
+        layer=case.num_layers - 1,
+        options={
+            "scale": case.head_dim**-0.5,
+            "window": case.window,
+            "soft_cap": case.soft_cap,
+            "sinks": jnp.asarray(rng.standard_normal(case.num_q_heads, np.float32)) if case.sinks else None,
+        },
+    )
+
+
+def _family(base: Case, **variants: dict[str, Any]) -> list[Case]:
+    """`base` with some fields replaced, one case per keyword."""
+    return [replace(base, name=f"{base.name}-{name.replace('_', '-')}", **fields) for name, fields in variants.items()]
+
+
+MIXED = Case("mixed", ((40, 1), (0, 1), (15, 1), (130, 1), (0, 70), (33, 5), (20, 40), (7, 1), (0, 9), (64, 8)))
+P = MIXED.page_size_tokens
+SMOL = Case(
+    "smollm2-decode",
+    ((DECODE_CONTEXT - 1, 1),) * 64,
+    dtype="bfloat16",
+    num_q_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    padding_sequences=0,
+    padding_tokens=0,
+    num_layers=30,
+    benchmark=True,
+)
+SMOL_MIXED = replace(
+    SMOL,
+    name="smollm2-mixed",
+    sequences=SMOL.sequences[:56] + ((0, 200), (100, 156), (0, 100)),
+    padding_sequences=5,
+)
+
+CASES: tuple[Case, ...] = (
+    MIXED,
+    *_family(
+        MIXED,
+        bfloat16={"dtype": "bfloat16"},
+        float16={"dtype": "float16"},
+        mha={"num_kv_heads": 4},
+        mqa={"num_kv_heads": 1},
+        three_by_three={"num_q_heads": 9, "num_kv_heads": 3},
+        head_dim_64={"head_dim": 64},
+        head_dim_128={"head_dim": 128, "dtype": "bfloat16"},
+        head_dim_256={"head_dim": 256, "num_q_heads": 2, "num_kv_heads": 1},
+        page_32={"page_size_tokens": 32},
+        page_128={"page_size_tokens": 128},
+        page_128_bfloat16={"page_size_tokens": 128, "dtype": "bfloat16"},
+        window_1={"window": 1},
+        window_17={"window": 17},
+        window_100={"window": 100},
+        soft_cap={"soft_cap": 2.0},
+        sinks={"sinks": True},
+        window_soft_cap_sinks={"window": 24, "soft_cap": 5.0, "sinks": True, "dtype": "bfloat16"},
+        no_padding={"padding_sequences": 0, "padding_tokens": 0, "extra_table_entries": 0},
+        long_table={"extra_table_entries": 300, "padding_tokens": 80, "padding_sequences": 30},
+    ),
+    Case("one-token", ((0, 1),)),
+    Case("one-token-no-padding", ((0, 1),), padding_sequences=0, padding_tokens=0, extra_table_entries=0),
+    Case("no-sequences", ()),
+    Case("decode-one-row", ((700, 1),)),
+    Case("decode-one-row-window", ((700, 1),), window=50),
+    Case("decode-one-row-no-padding", ((299, 1),), padding_sequences=0, padding_tokens=0, extra_table_entries=0),
+    Case("decode-page-edges", tuple((n, 1) for n in (P - 2, P - 1, P, P + 1, 4 * P - 1, 4 * P, 8 * P - 1, 8 * P))),
+    Case("decode-skewed", ((2000, 1), *((n, 1) for n in range(40)))),
+    Case("decode-skewed-bfloat16", ((1000, 1), *((n, 1) for n in range(20))), dtype="bfloat16", sinks=True),
+    Case("prefill-page-edges", tuple((0, n) for n in (P - 1, P, P + 1, 2 * P))),
+    Case("prefill-tile-edges", tuple((0, n) for n in (63, 64, 65, 8, 9, 127, 128, 129))),
+    Case("prefill-chunk-on-context", ((300, 65), (1, 64), (63, 130))),
+    Case("prefill-chunk-on-context-window", ((600, 65), (1, 64), (63, 130)), window=40),
+    Case("prefill-chunk-on-context-bfloat16", ((300, 65), (1, 64), (63, 130)), dtype="bfloat16", sinks=True),
+    Case("verification-spans", ((40, 1), (16, 4), (15, 5), (0, 2), (200, 8), (100, 3), (90, 5), (31, 5), (60, 5))),
+    Case("verification-spans-window", ((16, 4), (15, 5), (0, 2), (200, 8), (100, 3)), window=6, sinks=True),
+    SMOL,
+    replace(SMOL, name="smollm2-decode-float32", dtype="float32"),
+    SMOL_MIXED,
+    replace(SMOL_MIXED, name="smollm2-mixed-float32", dtype="float32"),
+    replace(SMOL, name="smollm2-decode-1-row", sequences=SMOL.sequences[:1], padding_sequences=7, padding_tokens=7),
+    replace(SMOL, name="smollm2-spans", sequences=((DECODE_CONTEXT - 5, 5),) * 64),
+    replace(SMOL, name="smollm2-prefill-2048", sequences=((0, 2048),)),
+    Case(
+        "llama-8b-decode",
+        ((2047, 1),) * 32,
+        dtype="bfloat16",
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        num_layers=2,
+        benchmark=True,
+    ),
+)
