@@ -6,7 +6,8 @@ Needs its own environment, for jpaged never imports torch; any Python that torch
     /tmp/golden/bin/python scripts/make_golden.py                    # the tiny random models
     /tmp/golden/bin/python scripts/make_golden.py --demo MODEL_DIR   # greedy tokens of the demo model
 
-Tiny models: configurations and prompts below; weights come from tests/parity/seeded.py, so only logits are stored.
+Tiny models: configurations and prompts below; weights come from tests/parity/seeded.py, so only logits are stored,
+and the mean error of transformers' own bfloat16 against them on the longest prompt.
 Demo model: for each prompt its ids, 64 greedy tokens in float32 (past any end of sequence), and at each step the
 distance between the two best logits, which tells a real difference from a near-tie.
 """
@@ -119,21 +120,27 @@ CHAT_PROMPTS = (
 
 
 def make_tiny() -> None:
-    """Writes tiny_cases.json (configurations, seed, prompts) and tiny_logits.npz (one array per case and prompt)."""
+    """Writes tiny_cases.json (configurations, seed, prompts, bfloat16 error) and tiny_logits.npz (case/prompt)."""
     cases, logits = {}, {}
     for case, config in CASES.items():
         model = _reference_model(config, SEED)
         state = np.random.RandomState(len(case))
         prompts = [state.randint(3, config["vocab_size"], length).tolist() for length in PROMPT_LENGTHS]
-        cases[case] = {"config": config, "seed": SEED, "prompts": prompts}
         for index, prompt in enumerate(prompts):
-            with torch.no_grad():
-                out = model(torch.tensor([prompt])).logits[0].numpy()
-            logits[f"{case}/{index}"] = out.astype(np.float32)
-        print(f"{case}: logits deviate by {out.std():.2f}")
+            logits[f"{case}/{index}"] = _logits(model, prompt)
+        exact, rounded = logits[f"{case}/{len(prompts) - 1}"], _logits(model.bfloat16(), prompts[-1])
+        error = round(float(np.abs(exact - rounded).mean()), 5)
+        cases[case] = {"config": config, "seed": SEED, "prompts": prompts, "bfloat16_mean_error": error}
+        print(f"{case}: logits deviate by {exact.std():.2f}, bfloat16 errs by {error:.4f}")
     GOLDEN_DIR.mkdir(parents=True, exist_ok=True)
     (GOLDEN_DIR / "tiny_cases.json").write_text(json.dumps(cases, indent=1) + "\n")
     np.savez_compressed(GOLDEN_DIR / "tiny_logits.npz", **logits)
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, prompt: list[int]) -> np.ndarray:
+    """[T] ids -> [T, V] float32."""
+    return model(torch.tensor([prompt])).logits[0].float().numpy()
 
 
 def _reference_model(config: dict[str, Any], seed: int) -> torch.nn.Module:
@@ -177,7 +184,7 @@ def _greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[
         best = out.logits[0, -1].topk(2)
         tokens.append(int(best.indices[0]))
         margins.append(round(float(best.values[0] - best.values[1]), 5))
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([[tokens[-1]]]), cache=out.cache, use_cache=True)
     return tokens, margins
 
 

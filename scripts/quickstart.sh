@@ -5,4 +5,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 ensure_environment
 
-exec "$VENV/bin/jpaged" generate --model demo --stream --stats "${@:-Explain what a page table is, in two sentences.}"
+exec "$VENV/bin/jpaged" generate demo "${@:-Explain what a page table is, in two sentences.}" \
+    --chat --stats --max-model-len 2048

@@ -37,7 +37,7 @@ def ensure_demo_model(progress: Progress | None = None) -> Path:
     target = models_cache_dir() / DEMO_NAME
     if (target / "config.json").is_file():
         return target
-    from jpaged.engine.convert import convert_gguf  # a start that finds the model need not load the GGUF reader
+    from jpaged.engine.gguf_tokenizer import convert_gguf  # a start that finds the model need not load the GGUF reader
 
     with tempfile.TemporaryDirectory(prefix="jpaged-demo-") as scratch:
         if progress:

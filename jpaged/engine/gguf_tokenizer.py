@@ -1,11 +1,15 @@
-"""Builds tokenizer.json and tokenizer_config.json from the vocabulary in a GGUF file's metadata.
+"""GGUF files as Hugging Face directories: tokenizer.json and tokenizer_config.json from the vocabulary in the metadata,
+beside the configuration and weights that `jpaged.weights.gguf_names` writes.
 
 A GGUF file keeps tokens, merges or scores, and the NAME of a pre-tokenizer; what each name stands for is in
 PRE_TOKENIZERS below, after llama.cpp's `src/llama-vocab.cpp`, which defines the names.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,14 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from jpaged.engine.tokenizer import SPACE
 from jpaged.errors import ModelError
+from jpaged.weights.gguf_names import write_checkpoint
+from jpaged.weights.gguf_reader import read_gguf
 
 # tokenizer.ggml.token_type
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
-SPACE = "\u2581"  # sentencepiece's visible space
 SPECIAL_TOKEN_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -60,6 +66,43 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
+def convert_gguf(
+    gguf_path: Path, target: Path, dtype: str = "bfloat16", progress: Callable[[str], None] | None = None
+) -> Path:
+    """Writes a GGUF file as a Hugging Face directory (configuration, weights, tokenizer), and returns `target`.
+
+    If `target` comes into being meanwhile (another process converting the same file), it is left as it is.
+    Raises ModelError when the file is damaged or holds something unknown; nothing is left behind then.
+    """
+    gguf = read_gguf(gguf_path)
+    if progress:
+        progress(f"converting {gguf_path.name} ({len(gguf.tensors)} tensors) to {target}")
+    with publish(target) as staging:
+        write_tokenizer(gguf.metadata, staging)
+        write_checkpoint(gguf, staging, dtype)
+    return target
+
+
+@contextmanager
+def publish(target: Path) -> Iterator[Path]:
+    """A new directory to fill, renamed to `target` on success and removed on failure.
+
+    When another process has published `target` first, that one stays and this one's work is dropped.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    staging.mkdir()
+    try:
+        yield staging
+        try:
+            staging.rename(target)  # replaces an empty directory, refuses a full one
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def write_tokenizer(metadata: Mapping[str, Any], target_dir: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json into `target_dir`.
 
@@ -86,7 +129,7 @@ def write_tokenizer(metadata: Mapping[str, Any], target_dir: Path) -> None:
 
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and "bos_token" in special
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and "eos_token" in special
-    tokenizer.post_processor = bos_eos_processor(
+    tokenizer.post_processor = _bos_eos_processor(
         (special["bos_token"], tokens.index(special["bos_token"])) if add_bos else None,
         (special["eos_token"], tokens.index(special["eos_token"])) if add_eos else None,
     )
@@ -109,7 +152,7 @@ def write_tokenizer(metadata: Mapping[str, Any], target_dir: Path) -> None:
     (target_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def bos_eos_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> processors.TemplateProcessing:
+def _bos_eos_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> processors.TemplateProcessing:
     """The post-processor that puts `bos` before a text and `eos` after it; each is (token, id), or None for neither."""
     before, after = (f"{bos[0]}:0 " if bos else ""), (f" {eos[0]}:0" if eos else "")
     single = f"{before}$A:0{after}"

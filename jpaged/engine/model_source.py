@@ -8,12 +8,12 @@ from pathlib import Path
 
 from jpaged.engine.demo_model import Progress, ensure_demo_model, models_cache_dir
 from jpaged.errors import ModelError
+from jpaged.weights.safetensors_reader import INDEX_FILE, SINGLE_FILE
 
 DEMO = "demo"
-INDEX_FILE = "model.safetensors.index.json"
 ORBAX_DIR = "orbax"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+HUB_PATTERNS = ["model*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 # Part of a cached conversion's name: raise it when conversions come out differently.
 CONVERSION_VERSION = 1
 DIGESTED_BYTES = 1024 * 1024
@@ -44,20 +44,19 @@ def resolve_model(name: str | os.PathLike[str], progress: Progress | None = None
 def _checked_directory(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json, so it is not a model directory; check the path")
-    if (path / ORBAX_DIR).is_dir() or any(path.glob("*.safetensors")):
+    if any((path / name).exists() for name in (ORBAX_DIR, SINGLE_FILE, INDEX_FILE)):
         return path
-    if (path / INDEX_FILE).is_file():
-        raise ModelError(f"{path} has an index but none of its weight files; download it again")
-    found = sorted(entry.name for pattern in ("*.bin", "*.pth", "*.gguf", "*.msgpack") for entry in path.glob(pattern))
+    others = ("*.safetensors", "*.bin", "*.pth", "*.gguf", "*.msgpack")
+    found = sorted(entry.name for pattern in others for entry in path.glob(pattern))
     raise ModelError(
-        f"{path} has neither *.safetensors nor {ORBAX_DIR}/{f', only {", ".join(found)}' if found else ''}; "
-        "name a .gguf file itself, or save the weights as safetensors"
+        f"{path} has no weights: neither {SINGLE_FILE}, {INDEX_FILE} nor {ORBAX_DIR}/"
+        f"{', only ' + ', '.join(found) if found else ''}; name a .gguf file itself, or save the weights as safetensors"
     )
 
 
 def _converted_gguf(path: Path, progress: Progress | None) -> Path:
     """The cached conversion of a GGUF file, made on first use."""
-    from jpaged.engine.convert import convert_gguf  # other starts need not load the GGUF reader
+    from jpaged.engine.gguf_tokenizer import convert_gguf  # other starts need not load the GGUF reader
 
     target = models_cache_dir() / f"{path.stem}-{_gguf_key(path)}"
     if (target / "config.json").is_file():

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 import tokenizers
 from tokenizers import AddedToken
 
-from jpaged.engine.gguf_tokenizer import SPACE, bos_eos_processor
 from jpaged.errors import InvalidRequestError, ModelError
 
+SPACE = "\u2581"  # sentencepiece's visible space
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -251,16 +251,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         if backend.token_to_id(fields["content"]) is None or fields.get("special"):
             token = AddedToken(**{name: value for name, value in fields.items() if name != "__type"})
             (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-    named = _named_tokens(model_dir, config)
-    tokenizer = Tokenizer(backend, named, load_chat_template(model_dir, config))
-    if "add_bos_token" in config or "add_eos_token" in config:
-        # As in transformers: when the configuration says so, it overrides what tokenizer.json adds.
-        ends = [
-            (named[name], tokenizer._named_id(name)) if config.get(f"add_{name}") and name in named else None
-            for name in ("bos_token", "eos_token")
-        ]
-        backend.post_processor = bos_eos_processor(*ends)  # pyright: ignore[reportArgumentType]
-    return tokenizer
+    # What encoding adds is up to tokenizer.json: like transformers, this ignores the configuration's add_bos_token.
+    return Tokenizer(backend, _named_tokens(model_dir, config), load_chat_template(model_dir, config))
 
 
 def _load_with_transformers(model_dir: Path) -> Tokenizer:

@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -23,34 +25,38 @@ def enable_compilation_cache() -> None:
 
 
 class CompilationCounter:
-    """Counts this process's compilations: jax has one set of listeners, so all engines of a process share it."""
+    """Counts this process's compilations: jax has one set of listeners, so all engines of a process share it.
+
+    A program made ready inside `starting()` belongs to a start; one made ready outside of it makes a request wait.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._programs = 0
-        self._read = 0
+        self._thread = threading.local()
+        self.compilations = 0  # programs that were compiled, not read back
+        self.unexpected_programs = 0  # programs compiled or read back outside of a start
         monitoring.register_event_duration_secs_listener(self._on_duration)
         monitoring.register_event_listener(self._on_event)
 
-    @property
-    def programs(self) -> int:
-        """Programs that were made ready to run, compiled or read back."""
-        return self._programs
-
-    @property
-    def compilations(self) -> int:
-        """Programs that were compiled."""
-        return self._programs - self._read
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """What this thread compiles inside is expected."""
+        self._thread.starting = True
+        try:
+            yield
+        finally:
+            self._thread.starting = False
 
     def _on_duration(self, event: str, duration_secs: float, **_: object) -> None:
         if event == _COMPILED_OR_READ:
             with self._lock:
-                self._programs += 1
+                self.compilations += 1
+                self.unexpected_programs += not getattr(self._thread, "starting", False)
 
     def _on_event(self, event: str, **_: object) -> None:
         if event == _READ:
             with self._lock:
-                self._read += 1
+                self.compilations -= 1
 
 
 counter = CompilationCounter()

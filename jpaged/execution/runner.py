@@ -56,6 +56,7 @@ class Runner:
     """
 
     def __init__(self, model: nnx.Module, attention: PagedAttention, mesh: Mesh, config: RunnerConfig) -> None:
+        self.model = model
         graph, self._weights = nnx.split(model)
         self._parts = StepParts(graph, attention, config.page_spec, mesh)
         self._config = config
@@ -67,25 +68,30 @@ class Runner:
             for bucket in make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
         }
         self.buckets = sorted(self._layouts)
-        self._programs_at_ready: int | None = None
-        self._compilations_before = counter.compilations
-        self.compilations = 0
-        self._pages, self._rows = self._make_state()
+        self._unexpected_at_ready = 0
+        compilations_before = counter.compilations
+        with counter.starting():
+            self._pages, self._rows = self._make_state()
+        self.compilations = counter.compilations - compilations_before
 
     @property
     def compilations_after_ready(self) -> int:
-        return 0 if self._programs_at_ready is None else counter.programs - self._programs_at_ready
+        """Programs that this process compiled, or read back from the cache, since this runner was ready; another
+        engine's start does not count."""
+        return counter.unexpected_programs - self._unexpected_at_ready
 
     def warm_up(self, report: ReportProgress | None = None) -> float:
         """Compile every bucket and run each once, empty; return the seconds it took. Nothing compiles after it."""
         start = time.monotonic()
-        for done, bucket in enumerate(self.buckets):
-            self._executables[bucket] = self._compile(bucket)
-            self._run(bucket, StepPlan(step=-1)).result()
-            if report is not None:
-                report(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows", done + 1, len(self.buckets))
-        self.compilations = counter.compilations - self._compilations_before
-        self._programs_at_ready = counter.programs
+        compilations_before = counter.compilations
+        with counter.starting():
+            for done, bucket in enumerate(self.buckets):
+                self._executables[bucket] = self._compile(bucket)
+                self._run(bucket, StepPlan(step=-1)).result()
+                if report is not None:
+                    report(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows", done + 1, len(self.buckets))
+        self.compilations += counter.compilations - compilations_before
+        self._unexpected_at_ready = counter.unexpected_programs
         return time.monotonic() - start
 
     def start(self, plan: StepPlan) -> PendingStep:

@@ -1,5 +1,5 @@
 """The attention block around the paged kernel. Letters: T tokens, E hidden features, H KV heads, G query heads per
-KV head, D head size."""
+KV head, D head size, R = D / 2 pairs."""
 
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         attend: Attend,
         *,
         layer: Int[Array, ""],
-        rotary: tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]] | None = None,
+        rotary: tuple[Float[Array, "T R"], Float[Array, "T R"]] | None = None,
     ) -> tuple[Float[Array, "T E"], Any]:
         spec, tokens, group = self.spec, x.shape[0], self.spec.queries_per_kv
         fused = self.qkv(x).reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim)

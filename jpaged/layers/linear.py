@@ -1,7 +1,5 @@
 """Linear layers and embeddings. Letters: T tokens, K input features, N output features, V vocabulary."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -71,8 +69,3 @@ class Embedding(nnx.Module):
     def logits(self, hidden: Float[Array, "T K"]) -> Float[Array, "T V"]:
         """hidden times the transposed table."""
         return project(hidden, self.weight[...])
-
-
-def parameter_count(module: nnx.Module) -> int:
-    """Elements of all parameters of a module, abstract or not."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(module)))

@@ -1,4 +1,5 @@
-"""Rotary positions (Su et al. 2021) with the scalings that checkpoints use. Letters: T tokens, H heads, D head size.
+"""Rotary positions (Su et al. 2021) with the scalings that checkpoints use. Letters: T tokens, H heads, D head size,
+R = D / 2 pairs.
 
 The formulas and their float32 rounding follow transformers' `modeling_rope_utils`, because that is what checkpoints
 are compared with: one bit of an inverse frequency is worth 0.0005 rad at position 8192.
@@ -14,7 +15,7 @@ from jpaged.models.spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
-    """Returns (inverse frequencies [D/2] float32 in radians per token, factor on cos and sin)."""
+    """Returns (inverse frequencies [R] float32 in radians per token, factor on cos and sin)."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths_over_2pi = np.float32(rope.theta) ** exponents
     plain = np.float32(1.0) / wavelengths_over_2pi
@@ -75,7 +76,7 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
 
 def rotary_tables(
     positions: Int[Array, " T"], rope: RopeSpec, head_dim: int
-) -> tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]:
+) -> tuple[Float[Array, "T R"], Float[Array, "T R"]]:
     """cos and sin for every token, float32; computed once a step, shared by all layers."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
@@ -83,7 +84,7 @@ def rotary_tables(
 
 
 def rotate(
-    x: Float[Array, "T *H D"], tables: tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]
+    x: Float[Array, "T *H D"], tables: tuple[Float[Array, "T R"], Float[Array, "T R"]]
 ) -> Float[Array, "T *H D"]:
     """Turns each pair (i, i + D/2) of the last axis by its token's angle. x may have several head axes."""
     cos, sin = (table.reshape(table.shape[0], *(1,) * (x.ndim - 2), -1) for table in tables)

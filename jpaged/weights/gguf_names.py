@@ -3,15 +3,27 @@
 The tables are data: a further architecture is a further entry of ARCHITECTURES.
 """
 
+import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jpaged.errors import ModelError
 from jpaged.weights.gguf_reader import GgufFile, GgufTensor
+from jpaged.weights.safetensors_reader import SINGLE_FILE
+
+DTYPES: dict[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+}
+SAFETENSORS_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -79,7 +91,9 @@ class _Metadata:
             return 1
         if isinstance(value, list):
             raise ModelError(f"{self._prefix}.{key} differs between layers ({value}); such models are not supported")
-        return int(value)
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{self._prefix}.{key} is {value!r}, expected a positive integer; the file is damaged")
+        return value
 
 
 def _shortest(value: float) -> float:
@@ -274,3 +288,72 @@ def checkpoint_plan(gguf: GgufFile, config: Mapping[str, Any]) -> list[TensorPla
         row_order = half_split_rows(heads[module], config["head_dim"]) if reorder else None
         plan.append(TensorPlan(hf_name, gguf.tensors[name], row_order))
     return plan
+
+
+def write_checkpoint(gguf: GgufFile, target_dir: Path, dtype: str) -> None:
+    """Writes config.json, generation_config.json and the weights into `target_dir`.
+
+    Raises ModelError, before it writes anything, when the file cannot be expressed as a checkpoint.
+    """
+    config = checkpoint_config(gguf, dtype)
+    plan = checkpoint_plan(gguf, config)
+    write_json(target_dir / "config.json", config)
+    write_json(target_dir / "generation_config.json", generation_config(gguf))
+    tensors = [
+        TensorSource(item.name, item.source.shape, lambda item=item: item.source.float32_chunks(item.row_order))
+        for item in plan
+    ]
+    write_safetensors(target_dir / SINGLE_FILE, tensors, dtype)
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to write: its name, its shape, and a function that yields its values in pieces along the first axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterable[np.ndarray]]
+
+
+def write_safetensors(path: Path, tensors: list[TensorSource], dtype: str) -> None:
+    """Writes `tensors` in the given order as one file, holding one piece of one tensor in memory at a time.
+
+    The layout is the format's: the length of the header (8 bytes, little-endian), the header as JSON, then the values.
+    Raises ModelError for values that are not finite in `dtype`.
+    """
+    item_bytes = DTYPES[dtype].itemsize
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + item_bytes * math.prod(tensor.shape)
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_NAMES[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that the values are aligned
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for tensor in tensors:
+            for chunk in tensor.chunks():
+                file.write(_cast(chunk, dtype, tensor.name).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    written = path.stat().st_size
+    assert written == 8 + len(encoded) + end, f"{path} has {written} bytes, expected {8 + len(encoded) + end}"
+
+
+def _cast(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = values.astype(DTYPES[dtype], copy=False)
+    if not np.isfinite(cast.astype(np.float32, copy=False)).all():
+        if np.isfinite(values.astype(np.float32, copy=False)).all():
+            raise ModelError(f"{name} has values beyond the range of {dtype}; convert to bfloat16 or float32")
+        raise ModelError(f"{name} has values that are not finite (NaN or infinity); the source is damaged")
+    return np.ascontiguousarray(cast)
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -4,6 +4,7 @@ A directory has `orbax/` beside config.json and the tokenizer's files. The check
 path ("layers.attention.qkv.weight") to array. orbax is imported only when used: importing it is slow.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def save_orbax(model_dir: str | Path, target_dir: str | Path, dtype: jax.typing.
     spec = load_spec(model_dir)
     model = load_weights(model_dir, spec, dtype or spec.checkpoint_dtype, make_mesh(1))
     target_dir.mkdir(parents=True, exist_ok=True)
+    if dtype is not None:
+        config = json.loads((model_dir / "config.json").read_text())
+        config.pop("torch_dtype", None)  # the older spelling
+        config["dtype"] = jnp.dtype(dtype).name
+        (target_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for path in sorted(model_dir.iterdir()):
         is_weights = path.name.endswith((*_WEIGHT_SUFFIXES, _INDEX_SUFFIX))
         if path.is_file() and not is_weights and not (target_dir / path.name).exists():

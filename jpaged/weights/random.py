@@ -14,8 +14,8 @@ from jpaged.weights.placement import fill_model
 def random_weights(spec: ModelSpec, dtype: jax.typing.DTypeLike, seed: int, mesh: Mesh) -> Model:
     """A model with random parameters, the same for a seed whatever the dtype (up to rounding) and the mesh.
 
-    Matrices keep the size of their input (standard deviation 1 / sqrt(inputs)), so hidden states stay near 1 and
-    logits spread by about 3: neither flat nor one-hot, whatever the width and depth.
+    Greedy text from it is neither constant nor a repetition of its last token, whatever the width and depth: see
+    _mean_and_deviation.
     """
 
     def produce(path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -26,15 +26,7 @@ def random_weights(spec: ModelSpec, dtype: jax.typing.DTypeLike, seed: int, mesh
 
 def _random_parameter(path: str, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
     generator = np.random.default_rng([seed, zlib.crc32(path.encode())])
-    kind = path.split(".")[-2]
-    if kind == "norm" or kind.endswith("_norm"):
-        mean, deviation = (1.0 if path.endswith("weight") else 0.0), 0.1
-    elif path.endswith("bias"):
-        mean, deviation = 0.0, 0.1
-    elif kind in ("embedding", "head"):
-        mean, deviation = 0.0, 3.0 / shape[-1] ** 0.5
-    else:
-        mean, deviation = 0.0, 1.0 / shape[-1] ** 0.5
+    mean, deviation = _mean_and_deviation(path, shape)
     out = np.empty(shape, dtype)
     # Row by row of the leading axis: float32 temporaries stay small beside a bfloat16 model. Uniform numbers are
     # four times cheaper than normal ones; their width sqrt(12) * deviation gives the same deviation.
@@ -42,3 +34,20 @@ def _random_parameter(path: str, shape: tuple[int, ...], dtype: np.dtype, seed: 
     for row in rows:
         row[...] = (generator.random(row.shape, np.float32) - 0.5) * np.float32(12**0.5 * deviation) + mean
     return out
+
+
+def _mean_and_deviation(path: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    module = path.split(".")[-2]
+    if path == "norm.weight":
+        # Signs at random: with all of them positive, a tied head scores highest the very token that was read.
+        return 0.0, 1.0
+    if module.endswith("norm"):
+        return (1.0 if path.endswith("weight") else 0.0), 0.1
+    if path.endswith("bias"):
+        return 0.0, 0.1
+    if module in ("embedding", "head"):
+        return 0.0, 3.0 / shape[-1] ** 0.5  # logits spread by 3: neither flat nor one-hot
+    if module in ("output", "down"):
+        # All layers together add as much as one would: what a token is must not drown in what all tokens share.
+        return 0.0, 1.0 / (shape[-1] * 2 * shape[0]) ** 0.5
+    return 0.0, 1.0 / shape[-1] ** 0.5  # keeps the size of its input

@@ -14,7 +14,10 @@ DECODE_CONTEXT = 300
 
 @dataclass(frozen=True)
 class Case:
-    """One step's shape. `sequences` are (tokens already in the cache, new tokens); decode rows come first."""
+    """One step's shape. `sequences` are (tokens already in the cache, new tokens); decode rows come first.
+
+    The padded sizes are lower bounds; most cases share them, and with them one compilation. EXACT has none.
+    """
 
     name: str
     sequences: tuple[tuple[int, int], ...]
@@ -26,9 +29,10 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    padding_sequences: int = 2  # S exceeds the sequences in use by this
-    padding_tokens: int = 3  # and T the tokens
-    extra_table_entries: int = 2
+    padded_tokens: int = 600
+    padded_sequences: int = 45
+    padded_table: int = 130  # pages per sequence
+    padded_pages: int = 300
     num_layers: int = 2
     benchmark: bool = False  # too large for the tests
 
@@ -36,11 +40,6 @@ class Case:
     def num_decode(self) -> int:
         """Leading sequences with one token."""
         return next((i for i, (_, new) in enumerate(self.sequences) if new != 1), len(self.sequences))
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of the flat batch, padding included."""
-        return sum(new for _, new in self.sequences) + self.padding_tokens
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,16 @@ def build(case: Case, seed: int = 0) -> Inputs:
     page_size, dtype = case.page_size_tokens, jnp.dtype(case.dtype)
     kv_lens = [context + new for context, new in case.sequences]
     pages_of = [-(-length // page_size) for length in kv_lens]
-    num_pages = sum(pages_of) + 3
+    num_pages = max(sum(pages_of), case.padded_pages)
     spec = PageSpec(case.num_layers, num_pages, page_size, case.num_kv_heads, case.head_dim, dtype)
 
     def random(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(dtype)
 
-    num_seqs, rows = len(case.sequences), len(case.sequences) + case.padding_sequences
+    num_seqs = len(case.sequences)
+    rows = max(num_seqs, case.padded_sequences)
     ids = rng.permutation(num_pages)
-    table = rng.integers(0, num_pages + 1, (max(rows, 1), max(pages_of, default=0) + case.extra_table_entries))
+    table = rng.integers(0, num_pages + 1, (rows, max(pages_of + [case.padded_table])))
     shape = (case.num_layers, num_pages + 1, page_size, case.num_kv_heads, case.head_dim)
     pages_k = np.full(shape, np.nan, dtype)
     pages_v = np.full(shape, np.nan, dtype)
@@ -110,7 +110,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
         num_decode=jnp.int32(case.num_decode),
         num_seqs=jnp.int32(num_seqs),
     )
-    tokens = case.num_tokens
+    tokens = max(int(new.sum()), case.padded_tokens)
     return Inputs(
         spec=spec,
         batch=batch,
@@ -135,6 +135,7 @@ def _family(base: Case, **variants: dict[str, Any]) -> list[Case]:
 
 
 MIXED = Case("mixed", ((40, 1), (0, 1), (15, 1), (130, 1), (0, 70), (33, 5), (20, 40), (7, 1), (0, 9), (64, 8)))
+EXACT: dict[str, Any] = {"padded_tokens": 0, "padded_sequences": 0, "padded_table": 0, "padded_pages": 0}
 P = MIXED.page_size_tokens
 SMOL = Case(
     "smollm2-decode",
@@ -143,16 +144,16 @@ SMOL = Case(
     num_q_heads=9,
     num_kv_heads=3,
     head_dim=64,
-    padding_sequences=0,
-    padding_tokens=0,
     num_layers=30,
     benchmark=True,
+    **EXACT,
 )
 SMOL_MIXED = replace(
     SMOL,
     name="smollm2-mixed",
     sequences=SMOL.sequences[:56] + ((0, 200), (100, 156), (0, 100)),
-    padding_sequences=5,
+    padded_sequences=64,
+    padded_tokens=512,
 )
 
 CASES: tuple[Case, ...] = (
@@ -176,15 +177,15 @@ CASES: tuple[Case, ...] = (
         soft_cap={"soft_cap": 2.0},
         sinks={"sinks": True},
         window_soft_cap_sinks={"window": 24, "soft_cap": 5.0, "sinks": True, "dtype": "bfloat16"},
-        no_padding={"padding_sequences": 0, "padding_tokens": 0, "extra_table_entries": 0},
-        long_table={"extra_table_entries": 300, "padding_tokens": 80, "padding_sequences": 30},
+        no_padding=EXACT,
+        long_table={"padded_table": 3000},
     ),
     Case("one-token", ((0, 1),)),
-    Case("one-token-no-padding", ((0, 1),), padding_sequences=0, padding_tokens=0, extra_table_entries=0),
+    Case("one-token-no-padding", ((0, 1),), **EXACT),
     Case("no-sequences", ()),
     Case("decode-one-row", ((700, 1),)),
     Case("decode-one-row-window", ((700, 1),), window=50),
-    Case("decode-one-row-no-padding", ((299, 1),), padding_sequences=0, padding_tokens=0, extra_table_entries=0),
+    Case("decode-one-row-no-padding", ((299, 1),), **EXACT),
     Case("decode-page-edges", tuple((n, 1) for n in (P - 2, P - 1, P, P + 1, 4 * P - 1, 4 * P, 8 * P - 1, 8 * P))),
     Case("decode-skewed", ((2000, 1), *((n, 1) for n in range(40)))),
     Case("decode-skewed-bfloat16", ((1000, 1), *((n, 1) for n in range(20))), dtype="bfloat16", sinks=True),
@@ -199,7 +200,7 @@ CASES: tuple[Case, ...] = (
     replace(SMOL, name="smollm2-decode-float32", dtype="float32"),
     SMOL_MIXED,
     replace(SMOL_MIXED, name="smollm2-mixed-float32", dtype="float32"),
-    replace(SMOL, name="smollm2-decode-1-row", sequences=SMOL.sequences[:1], padding_sequences=7, padding_tokens=7),
+    replace(SMOL, name="smollm2-decode-1-row", sequences=SMOL.sequences[:1], padded_sequences=8, padded_tokens=8),
     replace(SMOL, name="smollm2-spans", sequences=((DECODE_CONTEXT - 5, 5),) * 64),
     replace(SMOL, name="smollm2-prefill-2048", sequences=((0, 2048),)),
     Case(
@@ -209,7 +210,7 @@ CASES: tuple[Case, ...] = (
         num_q_heads=32,
         num_kv_heads=8,
         head_dim=128,
-        num_layers=2,
         benchmark=True,
+        **EXACT,
     ),
 )

@@ -121,19 +121,28 @@ class _Items:
     slot: jax.Array  # [B]: the tile's place among the R tiles of the group
     active: jax.Array  # [B]
     kv_positions: jax.Array  # [B, C]
+    page_starts: jax.Array  # [B, pages of a chunk]: position of each page's first slot
     page_ids: jax.Array  # [B, pages of a chunk]
 
 
-def _gather_kv(call: _Call, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V of pages [B, n], head by head: [B, H, n * page_size, D]."""
+def _gather_kv(call: _Call, page_ids: jax.Array, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """K and V of pages [B, n], head by head: [B, H, n * page_size, D].
+
+    V is zero outside slots held[0] .. held[1], each [B, n], of a page: others may hold nan, and 0 * nan is nan.
+    """
     _, num_pages, num_heads, row = call.pages.k.shape
+    head_dim = row // call.page_size
     batch, n = page_ids.shape
     pages = (call.layer * num_pages + page_ids)[:, None, :]
     rows = pages * num_heads + jnp.arange(num_heads, dtype=jnp.int32)[:, None]
-    gathered = [x.reshape(-1, row).at[rows].get(mode="promise_in_bounds") for x in (call.pages.k, call.pages.v)]
-    # The barrier keeps the gather a plain copy of rows: fused into its users it is many times slower on CPU.
-    k, v = lax.optimization_barrier(tuple(gathered))
-    shape = (batch, num_heads, n * call.page_size, -1)
+    # The barriers keep the gathers plain copies of rows: fused with what makes their indices or with what reads them
+    # they are many times slower on CPU. The mask of V costs next to nothing inside one, and a pass over V outside.
+    rows, first, end = lax.optimization_barrier((rows, *(x[:, None, :, None] * head_dim for x in held)))
+    k, v = (x.reshape(-1, row).at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False) for x in (call.pages.k, call.pages.v))
+    place = jnp.arange(row, dtype=jnp.int32)
+    v = jnp.where((place >= first) & (place < end) if call.window is not None else place < end, v, 0)
+    k, v = lax.optimization_barrier((k, v))
+    shape = (batch, num_heads, n * call.page_size, head_dim)
     return k.reshape(shape), v.reshape(shape)
 
 
@@ -172,6 +181,7 @@ def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -
         base = jnp.minimum(tile[0], first_tile_limit)
         chunk_index = first_chunks[tile] + item - (item_ends - counts)[tile]
         page_slot = chunk_index[:, None] * pages_per_chunk + jnp.arange(pages_per_chunk, dtype=jnp.int32)
+        page_starts = page_slot * call.page_size
         # Pages past the end are not read: the last one, already in the cache, stands in for them.
         page_slot = jnp.clip(page_slot, 0, jnp.maximum(ends[tile] - 1, 0)[:, None] // call.page_size)
         items = _Items(
@@ -179,6 +189,7 @@ def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -
             slot=jnp.minimum(tile - base, num_slots - 1),
             active=active,
             kv_positions=chunk_index[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32),
+            page_starts=page_starts,
             page_ids=call.page_table.at[tiles.sequence[tile][:, None], page_slot].get(mode="promise_in_bounds"),
         )
         return items, base
@@ -199,11 +210,13 @@ def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -
         positions = tiles.first_position[items.tile][:, None] + rows - tiles.first_row[items.tile][:, None]
         # [B, H, M, D]: the queries of one KV head are the rows of one matrix
         q = call.q.at[rows].get(mode="promise_in_bounds").transpose(0, 2, 1, 3, 4).reshape(num_items, H, M, D)
-        k, v = _gather_kv(call, items.page_ids)
-
-        readable = (items.kv_positions < ends[items.tile][:, None]) & items.active[:, None]  # [B, C]
+        seen_end = jnp.where(items.active, ends[items.tile], 0)[:, None]
+        first_seen = jnp.zeros_like(seen_end)
         if call.window is not None:
-            readable &= items.kv_positions > tiles.first_position[items.tile][:, None] - call.window
+            first_seen = tiles.first_position[items.tile][:, None] - call.window + 1
+        k, v = _gather_kv(call, items.page_ids, (first_seen - items.page_starts, seen_end - items.page_starts))
+
+        readable = (items.kv_positions < seen_end) & (items.kv_positions >= first_seen)  # [B, C]
         visible = readable[:, None, :]  # [B, W, C]
         if width > 1:
             visible &= items.kv_positions[:, None, :] <= positions[:, :, None]
@@ -215,8 +228,6 @@ def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -
         if call.soft_cap is not None:
             logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
         logits = jnp.where(visible, logits, -jnp.inf)
-        # Slots that hold no token may hold nan, and 0 * nan is nan.
-        v = jnp.where(readable[:, None, :, None], v, 0)
 
         # The group's tiles: the first may go on from the group before.
         resumed = (jnp.arange(num_slots) == items.slot[0]) & (items.tile[0] == going_on)
@@ -233,7 +244,7 @@ def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -
         )
         weights = jnp.exp(logits - new_top[items.slot][..., None])
         item_total = jnp.sum(weights, axis=-1)
-        item_weighted = _dot("bhmc,bhcd->bhmd", weights.astype(v.dtype), v)
+        item_weighted = _dot("bhmc,bhcd->bhmd", weights.astype(jnp.promote_types(q.dtype, v.dtype)), v)
         decay = jnp.exp(top - new_top)
         merge = in_slot.astype(jnp.float32)
         total = decay * total + _dot("rb,bhm->rhm", merge, item_total)
@@ -373,8 +384,16 @@ def _write_tokens(
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         layers, num_pages, num_heads, row = pool.shape
-        flat = pool.reshape(layers * num_pages, num_heads, row // new.shape[2], new.shape[2])
-        where = (layer * num_pages + work.token_pages, slice(None), work.token_offsets)
-        return flat.at[where].set(new.astype(pool.dtype), mode="promise_in_bounds").reshape(pool.shape)
+        where = jnp.stack([layer * num_pages + work.token_pages, work.token_offsets * new.shape[2]], axis=1)
+        written = lax.scatter(
+            pool.reshape(layers * num_pages, num_heads, row),
+            where,
+            new.astype(pool.dtype),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+            ),
+            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
+        return written.reshape(pool.shape)
 
     return XlaPages(k=write(pages.k, k), v=write(pages.v, v))

@@ -1,7 +1,10 @@
 """Plain causal attention over one sequence, as the `attend` closure that models call: no pages, no kernel."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 
 def dense_attend(q, k, v, pages, *, layer, scale, window, soft_cap, sinks):
@@ -20,10 +23,12 @@ def dense_attend(q, k, v, pages, *, layer, scale, window, soft_cap, sinks):
 
 def dense_logits(model, token_ids):
     """[T] ids -> [T, V] logits of one sequence, jitted."""
+    graph, weights = nnx.split(model)
+    return _dense_logits(graph, weights, jnp.asarray(token_ids))
 
-    @jax.jit
-    def run(model, ids):
-        hidden, _ = model(ids, jnp.arange(ids.shape[0]), (), dense_attend)
-        return model.logits(hidden)
 
-    return run(model, jnp.asarray(token_ids))
+@functools.partial(jax.jit, static_argnums=0)
+def _dense_logits(graph, weights, ids):
+    model = nnx.merge(graph, weights)
+    hidden, _ = model(ids, jnp.arange(ids.shape[0]), (), dense_attend)
+    return model.logits(hidden)

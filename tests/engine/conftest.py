@@ -1,0 +1,36 @@
+"""Tiny engines, made once: each costs a few seconds of compilation the first time and none after that."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from jpaged import LLM
+from tests.fakes.tiny_models import TINY_LLAMA, TINY_OPT, write_random_checkpoint
+
+CONFIGS = {"llama": TINY_LLAMA, "opt": TINY_OPT}
+
+
+@pytest.fixture(scope="session")
+def tiny_dirs(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write_random_checkpoint(config, root / name) for name, config in CONFIGS.items()}
+
+
+@pytest.fixture(scope="session")
+def make_llm(tiny_dirs):
+    """make_llm(name="llama", **options): a float32 engine with few buckets; the same options give the same engine."""
+
+    @cache
+    def make(name: str = "llama", **options) -> LLM:
+        defaults = {
+            "dtype": "float32",
+            "max_model_len": 96,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 16,
+            "page_size": 4,
+            "num_pages": 400,
+        }
+        return LLM(str(tiny_dirs[name]), **(defaults | options))
+
+    return make
