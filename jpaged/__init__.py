@@ -6,10 +6,12 @@ from jpaged.errors import CapacityError, ConfigError, InvalidRequestError, Jpage
 from jpaged.request import CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
+    from jpaged.engine.async_llm import AsyncLLM
     from jpaged.engine.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -27,4 +29,8 @@ def __getattr__(name: str) -> Any:
         from jpaged.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from jpaged.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'jpaged' has no attribute {name!r}")

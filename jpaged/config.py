@@ -1,6 +1,7 @@
 """How an engine is set up. Facts only: nothing here touches a device."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from jpaged.errors import ConfigError
 
@@ -59,8 +60,17 @@ class EngineConfig:
             raise ConfigError(f"kv_memory_fraction is {fraction!r}, it must be above 0 and at most 1")
 
     @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cls))
+    def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":
+        """Raises ConfigError for an unknown option, naming the known ones."""
+        known = [field.name for field in fields(cls) if field.name != "model"]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(known)}")
+        return cls(model, **options)
+
+    def options(self) -> dict[str, Any]:
+        """All fields but the model, as `from_options` takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -10,7 +10,19 @@ class InvalidRequestError(JpagedError, ValueError):
 
 
 class CapacityError(JpagedError):
-    """A request that cannot fit: more pages than the pool has, or a full queue."""
+    """A request that cannot fit: it needs more pages than the pool has."""
+
+
+class QueueFullError(JpagedError):
+    """Too many requests wait already; the same request may be served later."""
+
+
+class AbortedError(JpagedError):
+    """The request was ended from outside before it was done."""
+
+
+class EngineFailedError(JpagedError):
+    """A bug: a step failed. Its requests are lost, the engine goes on with the next ones."""
 
 
 class ConfigError(JpagedError, ValueError):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jpaged.request import RequestOutput
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -33,3 +35,20 @@ class EngineStats:
     compilations_after_ready: int
     kv_utilisation: float
     ready_seconds: float
+
+
+class Observer:
+    """What an engine reports as it happens, from its own thread; this one takes no notice.
+
+    Subclasses must be quick: the engine waits for them.
+    """
+
+    def step_done(self, step_seconds: float, host_seconds: float, num_tokens: int) -> None:
+        """A step of `num_tokens` tokens is booked. `step_seconds` is one turn of the loop, `host_seconds` the part in
+        which the loop did not wait for the device."""
+
+    def token_followed(self, seconds: float) -> None:
+        """A sequence got a token this long after the one before."""
+
+    def request_finished(self, output: RequestOutput) -> None:
+        """A request ended by itself; aborted requests are not reported."""

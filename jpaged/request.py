@@ -17,6 +17,7 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | TokensPrompt
+Message = dict[str, Any]  # of a conversation: {"role": ..., "content": ...}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,17 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that has been checked: it can be served. `prompt` is `None` when the prompt came as token ids;
+    `max_length` is the most tokens of prompt and output."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_length: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One generated sequence. `finish_reason` is "stop" or "length", or `None` while it runs; `stop_reason` is the
@@ -74,11 +86,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When things happened, in seconds of `time.monotonic()`; `None` if not yet."""
+    """When things happened, in seconds of `time.monotonic()`; `None` (for `last_token` 0) if not yet."""
 
     arrival: float
     first_scheduled: float | None = None
     first_token: float | None = None
+    last_token: float = 0.0
     finished: float | None = None
 
 
@@ -92,17 +105,25 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     times: RequestTimes
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
 
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What a step added to one sequence of a request. `request` holds everything so far, and goes on changing."""
+    """What a step added to one sequence of a request.
+
+    `request` holds everything so far, and goes on changing; what is said here stays. `finish_reason` and `stop_reason`
+    are those of the sequence if this was its end; `finished` says whether it was the end of the whole request.
+    """
 
     request: RequestOutput
     index: int
     text: str
     token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    finished: bool = False
 
 
 def validate_prompt_token_ids(token_ids: SequenceOf[Any], vocabulary_size: int, max_model_len: int) -> list[int]:

@@ -30,7 +30,9 @@ def main() -> None:
         overlap=not arguments.no_overlap,
     )
     free_before = llm.stats().pages_free
-    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
+    ]
     start = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     seconds = time.perf_counter() - start

@@ -83,8 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "tie_word_embeddings": False,
     },
-    "mistral_full": _LLAMA
-    | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "mistral_full": _LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
     "opt_tied": _OPT,
     "opt_no_biases_gelu": _OPT
     | {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
@@ -96,7 +95,7 @@ PROMPT_LENGTHS = (1, 7, 40)
 RAW_PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village at the edge of a great forest, there lived",
-    "def fibonacci(n):\n    \"\"\"Return the n-th Fibonacci number.\"\"\"\n",
+    'def fibonacci(n):\n    """Return the n-th Fibonacci number."""\n',
     "#include <stdio.h>\n\nint main(void) {\n",
     "SELECT name, COUNT(*) FROM orders",
     "La Révolution française a commencé en",

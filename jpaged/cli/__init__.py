@@ -1,4 +1,4 @@
-"""The command line: `jpaged generate | chat | batch | convert`."""
+"""The command line: `jpaged serve | generate | chat | batch | convert | client`."""
 
 from jpaged.cli.app import main
 

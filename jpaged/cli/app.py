@@ -6,9 +6,11 @@ import typer
 
 from jpaged.cli.batch import batch
 from jpaged.cli.chat import chat
+from jpaged.cli.client import client
 from jpaged.cli.console import notes
 from jpaged.cli.convert import convert
 from jpaged.cli.generate import generate
+from jpaged.cli.serve import serve
 from jpaged.errors import JpagedError
 
 BAD_INPUT_EXIT_CODE = 2
@@ -17,8 +19,9 @@ INTERRUPTED_EXIT_CODE = 130
 app = typer.Typer(
     name="jpaged", help="Serve large language models with a paged KV cache.", no_args_is_help=True, add_completion=False
 )
-for command in (generate, chat, batch, convert):
+for command in (serve, generate, chat, batch, convert):
     app.command()(command)
+app.add_typer(client, name="client")
 
 
 def main() -> None:

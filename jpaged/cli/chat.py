@@ -1,16 +1,16 @@
-"""`jpaged chat`: a conversation in the terminal."""
+"""`jpaged chat`: talk with a model in this process."""
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import describe_answer, notes, start_llm, write_text
+from jpaged.cli.console import describe_answer, start_llm
+from jpaged.cli.conversation import converse
 from jpaged.cli.options import MODEL_HELP, with_engine_options, with_sampling_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError, JpagedError
-from jpaged.request import SamplingParams
-
-_HELP = "/reset forgets the conversation, /stats says what happened, /exit (or Ctrl-D) leaves; Ctrl-C stops an answer."
+from jpaged.request import Message, SamplingParams
 
 
 @with_engine_options
@@ -26,48 +26,21 @@ def chat(
     llm = start_llm(config)
     if llm.tokenizer is None:
         raise InvalidRequestError(f"{model} has no tokenizer; chat needs one with a chat template")
-    beginning: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages, last = list(beginning), "nothing yet"
-    notes.print(_HELP)
-    while True:
-        try:
-            text = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            notes.print()
-            return
-        if text == "/exit":
-            return
-        if text == "/reset":
-            messages = list(beginning)
-        elif text == "/stats":
-            notes.print(last)
-        elif text.startswith("/"):
-            notes.print(_HELP)
-        elif text:
-            last = _answer(llm, messages, text, params) or last
+    converse(_LocalSpeaker(llm, params), system, refusals=(JpagedError,))
 
 
-def _answer(llm, messages: list[dict[str, Any]], text: str, params: SamplingParams) -> str | None:
-    """Stream the answer to `text`, and append both to `messages`; return what happened. A refused turn is forgotten."""
-    messages.append({"role": "user", "content": text})
-    pages_peak, output = 0, None
-    try:
-        stream = llm.stream(llm.render_chat(messages), params)
-        try:
-            for delta in stream:
-                write_text(delta.text)
-                pages_peak = max(pages_peak, llm.stats().pages_used)
-                output = delta.request
-        except KeyboardInterrupt:
-            stream.close()
-            write_text(" ... stopped")
-    except JpagedError as error:
-        messages.pop()
-        notes.print(str(error), style="red")
-        return None
-    write_text("\n")
-    if output is None:
-        messages.pop()
-        return None
-    messages.append({"role": "assistant", "content": output.outputs[0].text})
-    return describe_answer(output, llm.stats(), pages_peak)
+class _LocalSpeaker:
+    def __init__(self, llm, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+        self._description = "nothing yet"
+
+    def answer(self, messages: list[Message]) -> Iterator[str]:
+        pages_peak = 0
+        for delta in self._llm.stream(self._llm.render_chat(messages), self._params):
+            pages_peak = max(pages_peak, self._llm.stats().pages_used)
+            self._description = describe_answer(delta.request, self._llm.stats(), pages_peak)
+            yield delta.text
+
+    def describe(self) -> str:
+        return self._description

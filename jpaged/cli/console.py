@@ -28,14 +28,13 @@ def start_llm(config: EngineConfig):
     notes.print(f"Loading {config.model} ...")
     from jpaged.engine.llm import LLM
 
-    options = {name: getattr(config, name) for name in config.field_names() if name != "model"}
     with progress_bar() as progress:
         task = progress.add_task("Compiling", total=None)
 
         def report(what: str, done: int, total: int) -> None:
             progress.update(task, description=f"Compiling {what}", completed=done, total=total)
 
-        llm = LLM(config.model, report=report, **options)
+        llm = LLM(config.model, report=report, **config.options())
     stats = llm.stats()
     notes.print(
         f"Ready in {stats.ready_seconds:.1f} s: {llm.engine.parts.dtype}, {stats.pages_total} pages,"

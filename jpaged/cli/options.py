@@ -24,20 +24,18 @@ class _Option:
 
 _ENGINE_OPTIONS = {
     "dtype": _Option(str, "auto", f"Of weights, activations and pages: {', '.join(DTYPES)}."),
-    "max_model_len": _Option(
-        int | None, None, "Longest sequence in tokens, prompt and output.  [default: the model's]"
-    ),
+    "max_model_len": _Option(int | None, None, "Longest sequence in tokens, prompt and output. Default: the model's."),
     "max_num_seqs": _Option(int, 64, "Most sequences in one step."),
     "max_num_batched_tokens": _Option(int, 512, "Token budget of one step."),
-    "page_size": _Option(int | None, None, "Tokens per page.  [default: 16; on TPU 128]"),
-    "num_pages": _Option(int | None, None, "Pages in the pool.  [default: sized by --kv-memory-fraction]"),
+    "page_size": _Option(int | None, None, "Tokens per page. Default: 16; on TPU 128."),
+    "num_pages": _Option(int | None, None, "Pages in the pool. Default: sized by --kv-memory-fraction."),
     "kv_memory_fraction": _Option(
-        float | None, None, "Share of the memory beside the weights for pages.  [default: 0.9; on a CPU 0.2]"
+        float | None, None, "Share of the memory beside the weights for pages. Default: 0.9; on a CPU 0.2."
     ),
     "preemption": _Option(str, "auto", f"How a sequence gives way: {', '.join(PREEMPTIONS)}."),
     "policy": _Option(str, "fcfs", f"Who runs next: {', '.join(POLICIES)}."),
     "overlap": _Option(bool, True, "Plan the next step while the device runs this one.", "--overlap/--no-overlap"),
-    "engine_seed": _Option(int | None, None, "Seeds the requests that bring no seed.  [default: fresh]"),
+    "engine_seed": _Option(int | None, None, "Seeds the requests that bring no seed. Default: fresh."),
     "tensor_parallel_size": _Option(int, 1, "Devices that share each layer."),
 }
 _SAMPLING_OPTIONS = {
@@ -46,7 +44,7 @@ _SAMPLING_OPTIONS = {
     "top_p": _Option(float, 1.0, "Keep the most likely tokens that make up this probability."),
     "top_k": _Option(int, 0, "Keep the k most likely tokens; 0 keeps all."),
     "min_p": _Option(float, 0.0, "Keep tokens at least this likely relative to the most likely one."),
-    "seed": _Option(int | None, None, "Makes the draw repeatable.  [default: fresh noise]"),
+    "seed": _Option(int | None, None, "Makes the draw repeatable. Default: fresh noise."),
     "ignore_eos": _Option(bool, False, "Go on after an end-of-sequence token.", "--ignore-eos"),
 }
 

@@ -11,10 +11,11 @@ from jpaged.engine.startup import EngineParts, start_up
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import CapacityError, InvalidRequestError
 from jpaged.execution.runner import PendingStep, ReportProgress
-from jpaged.metrics import EngineStats
+from jpaged.metrics import EngineStats, Observer
 from jpaged.request import (
     CompletionOutput,
     OutputDelta,
+    PreparedRequest,
     Prompt,
     RequestOutput,
     RequestTimes,
@@ -42,8 +43,11 @@ class Engine:
     by itself or by `abort_request`, and its pages come back either way.
     """
 
-    def __init__(self, config: EngineConfig, report: ReportProgress | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, report: ReportProgress | None = None, observer: Observer | None = None
+    ) -> None:
         self.parts: EngineParts = start_up(config, report)
+        self.observer = observer or Observer()
         self._scheduler = self.parts.scheduler
         self._runner = self.parts.runner
         self._requests: dict[int, _Request] = {}
@@ -63,37 +67,37 @@ class Engine:
         """Whether `step` has anything left to do, the result of the last step included."""
         return self._scheduler.has_work or self._in_flight is not None
 
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Return the prompt's token ids.
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """Check a request without queueing it. Reads nothing that changes: any thread may call it.
 
         Raises:
             InvalidRequestError: the prompt or a parameter does not fit the model.
             CapacityError: the pool could never hold the request.
         """
-        token_ids = validate_prompt_token_ids(
-            self._tokenize(prompt), self.parts.spec.vocab_size, self.parts.max_model_len
-        )
+        spec = self.parts.spec
+        token_ids = validate_prompt_token_ids(self._tokenize(prompt), spec.vocab_size, self.parts.max_model_len)
         for token_id in params.stop_token_ids:
-            if token_id >= self.parts.spec.vocab_size:
+            if token_id >= spec.vocab_size:
                 raise InvalidRequestError(
-                    f"stop_token_ids holds {token_id}, the vocabulary has ids 0..{self.parts.spec.vocab_size - 1}"
+                    f"stop_token_ids holds {token_id}, the vocabulary has ids 0..{spec.vocab_size - 1}"
                 )
-        self._scheduler.check_fits(self._max_length(len(token_ids), params))
-        return token_ids
+        max_length = self._max_length(len(token_ids), params)
+        self._scheduler.check_fits(max_length)
+        return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_length)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:
-        """Queue a request; raises what `check_request` raises, and InvalidRequestError for an id in use."""
+    def add_request(self, request_id: str, request: PreparedRequest) -> RequestOutput:
+        """Queue a request. Raises InvalidRequestError for an id in use."""
         if request_id in self._sequence_ids:
             raise InvalidRequestError(f"request_id {request_id!r} is in use; give every request its own")
-        token_ids = self.check_request(prompt, params)
+        params = request.params
         sequence = Sequence(
             self._next_sequence_id,
-            token_ids,
+            request.prompt_token_ids,
             self._row_sampling(params),
             StopRules(
                 eos_token_ids=frozenset() if params.ignore_eos else frozenset(self.parts.spec.eos_token_ids),
                 stop_token_ids=frozenset(params.stop_token_ids),
-                max_length=self._max_length(len(token_ids), params),
+                max_length=request.max_length,
             ),
             self._scheduler.new_page_table(),
         )
@@ -101,13 +105,14 @@ class Engine:
         self._next_sequence_id += 1
         output = RequestOutput(
             request_id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(index=0)],
             finished=False,
             times=RequestTimes(arrival=time.monotonic()),
         )
-        self._requests[sequence.sequence_id] = _Request(sequence, output, self._make_detokenizer(token_ids, params))
+        detokenizer = self._make_detokenizer(request.prompt_token_ids, params)
+        self._requests[sequence.sequence_id] = _Request(sequence, output, detokenizer)
         self._sequence_ids[request_id] = sequence.sequence_id
         return output
 
@@ -121,6 +126,7 @@ class Engine:
 
     def step(self) -> list[OutputDelta]:
         """Dispatch the next step and return what the last finished one added to its requests."""
+        start = time.monotonic()
         plan = self._scheduler.plan()
         dispatched: tuple[StepPlan, PendingStep] | None = None
         if plan is not None:
@@ -131,7 +137,22 @@ class Engine:
         if dispatched is None:
             return []
         done_plan, pending = dispatched
-        return self._publish(self._scheduler.commit(done_plan, pending.result()))
+        waits_from = time.monotonic()
+        result = pending.result()
+        waited_seconds = time.monotonic() - waits_from
+        deltas = self._publish(self._scheduler.commit(done_plan, result))
+        step_seconds = time.monotonic() - start
+        self.observer.step_done(step_seconds, step_seconds - waited_seconds, done_plan.num_tokens)
+        return deltas
+
+    def reset(self) -> list[str]:
+        """After a failed step: drop every request and start over with empty pages; return the requests' ids."""
+        self._in_flight = None
+        request_ids = list(self._sequence_ids)
+        for request_id in request_ids:
+            self.abort_request(request_id)
+        self._runner.reset()
+        return request_ids
 
     def stats(self) -> EngineStats:
         pool = self._scheduler.pool
@@ -208,27 +229,39 @@ class Engine:
 
     def _publish(self, progress: Progress) -> list[OutputDelta]:
         """Turn a commit into what users see."""
-        deltas: list[OutputDelta] = []
         now = time.monotonic()
-        for sequence in progress.sequences:
-            request = self._requests[sequence.sequence_id]
-            output, completion = request.output, request.output.outputs[0]
-            token_id = sequence.token_ids[-1]
-            completion.token_ids.append(token_id)
-            output.num_preemptions = sequence.num_preemptions
-            if output.times.first_token is None:
-                output.times.first_token = now
-            text = self._detokenize(request, token_id)
-            completion.text += text
-            if sequence.finish is not None:
-                completion.finish_reason = sequence.finish.reason
-                completion.stop_reason = sequence.finish.stop_reason
-                output.finished = True
-                output.times.finished = now
-                del self._requests[sequence.sequence_id]
-                del self._sequence_ids[output.request_id]
-            deltas.append(OutputDelta(output, 0, text, [token_id]))
-        return deltas
+        return [self._publish_token(sequence, now) for sequence in progress.sequences]
+
+    def _publish_token(self, sequence: Sequence, now: float) -> OutputDelta:
+        request = self._requests[sequence.sequence_id]
+        output, completion, times = request.output, request.output.outputs[0], request.output.times
+        token_id = sequence.token_ids[-1]
+        text = self._detokenize(request, token_id)
+        completion.token_ids.append(token_id)
+        completion.text += text
+        output.num_preemptions = sequence.num_preemptions
+        if times.first_token is None:
+            times.first_token = now
+        else:
+            self.observer.token_followed(now - times.last_token)
+        times.last_token = now
+        if sequence.finish is not None:
+            completion.finish_reason = sequence.finish.reason
+            completion.stop_reason = sequence.finish.stop_reason
+            output.finished = True
+            times.finished = now
+            del self._requests[sequence.sequence_id]
+            del self._sequence_ids[output.request_id]
+            self.observer.request_finished(output)
+        return OutputDelta(
+            output,
+            index=0,
+            text=text,
+            token_ids=[token_id],
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            finished=output.finished,
+        )
 
     def _detokenize(self, request: _Request, token_id: int) -> str:
         """Return the text that a token adds. The token that stops a sequence adds none."""

@@ -7,12 +7,21 @@ from typing import Any
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import ConfigError, InvalidRequestError, JpagedError
+from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats
-from jpaged.request import OutputDelta, Prompt, RequestOutput, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput, SamplingParams
 
-Message = dict[str, Any]
+
+def render_chat(tokenizer: Tokenizer | None, messages: SequenceOf[Message]) -> Prompt:
+    """Put a conversation through the model's chat template, ready for the model's answer.
+
+    Raises:
+        InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
+    return {"prompt_token_ids": tokenizer.apply_chat_template(list(messages))}
 
 
 class LLM:
@@ -24,11 +33,7 @@ class LLM:
     """
 
     def __init__(self, model: str, *, report: ReportProgress | None = None, **options: Any) -> None:
-        unknown = sorted(set(options) - set(EngineConfig.field_names()))
-        if unknown:
-            known = ", ".join(name for name in EngineConfig.field_names() if name != "model")
-            raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {known}")
-        self.engine = Engine(EngineConfig(model=model, **options), report)
+        self.engine = Engine(EngineConfig.from_options(model, options), report)
         self._next_request = 0
 
     @property
@@ -54,19 +59,16 @@ class LLM:
                 nothing has run then.
             CapacityError: a request could never fit; nothing has run then.
         """
-        if isinstance(prompts, str | dict):
-            prompts = [prompts]
+        if not isinstance(prompts, SequenceOf) or isinstance(prompts, str):
+            prompts = [prompts]  # what is no prompt at all is refused as one
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one each"
             )
-        requests = [
-            ({"prompt_token_ids": self._check(place, len(prompts), prompt, params[place])}, prompt)
-            for place, prompt in enumerate(prompts)
-        ]
-        return self._run(requests, params, on_delta)
+        requests = [self._prepare(place, len(prompts), prompt, params[place]) for place, prompt in enumerate(prompts)]
+        return self._run(requests, on_delta)
 
     def chat(
         self,
@@ -81,19 +83,13 @@ class LLM:
         return self.generate([self.render_chat(c) for c in conversations], params, on_delta=on_delta)  # type: ignore[arg-type]
 
     def render_chat(self, messages: SequenceOf[Message]) -> Prompt:
-        """Put a conversation through the chat template, ready for the model's answer.
-
-        Raises:
-            InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
-        """
-        if self.tokenizer is None:
-            raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
-        return {"prompt_token_ids": self.tokenizer.apply_chat_template(list(messages))}
+        """As the function `render_chat`, with this model's tokenizer."""
+        return render_chat(self.tokenizer, messages)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Generate for one prompt and yield what each step adds. Closing the iterator aborts the request."""
         request_id = self._new_request_id()
-        self.engine.add_request(request_id, prompt, params or SamplingParams())
+        self.engine.add_request(request_id, self.engine.prepare(prompt, params or SamplingParams()))
         try:
             while self.engine.has_work:
                 yield from self.engine.step()
@@ -103,24 +99,18 @@ class LLM:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    def _check(self, place: int, count: int, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def _prepare(self, place: int, count: int, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
         try:
-            return self.engine.check_request(prompt, params)
+            return self.engine.prepare(prompt, params)
         except JpagedError as error:
             raise type(error)(f"prompt {place} of {count}: {error}" if count > 1 else str(error)) from error
 
     def _run(
-        self,
-        requests: list[tuple[Prompt, Prompt]],
-        params: SequenceOf[SamplingParams],
-        on_delta: Callable[[OutputDelta], None] | None,
+        self, requests: list[PreparedRequest], on_delta: Callable[[OutputDelta], None] | None
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         try:
-            for (tokenized, prompt), request_params in zip(requests, params, strict=True):
-                output = self.engine.add_request(self._new_request_id(), tokenized, request_params)
-                output.prompt = prompt if isinstance(prompt, str) else None
-                outputs.append(output)
+            outputs += [self.engine.add_request(self._new_request_id(), request) for request in requests]
             while self.engine.has_work:
                 for delta in self.engine.step():
                     if on_delta is not None:

@@ -41,6 +41,10 @@ class EngineParts:
     scheduler: Scheduler
     ready_seconds: float
 
+    @property
+    def page_size_tokens(self) -> int:
+        return self.scheduler.config.page_size_tokens
+
 
 def start_up(config: EngineConfig, report: ReportProgress | None = None) -> EngineParts:
     """Load the model, size the pool, compile everything.

@@ -71,6 +71,7 @@ class Runner:
         self._unexpected_at_ready = 0
         compilations_before = counter.compilations
         with counter.starting():
+            self._make_state, self._shardings = self._compile_state()
             self._pages, self._rows = self._make_state()
         self.compilations = counter.compilations - compilations_before
 
@@ -94,6 +95,10 @@ class Runner:
         self._unexpected_at_ready = counter.unexpected_programs
         return time.monotonic() - start
 
+    def reset(self) -> None:
+        """Start over with empty pages and rows; after a failed step they are in no known state."""
+        self._pages, self._rows = self._make_state()
+
     def start(self, plan: StepPlan) -> PendingStep:
         """Dispatch a plan and return at once."""
         return self._run(choose_bucket(self.buckets, plan.num_tokens, plan.num_seqs), plan)
@@ -103,24 +108,23 @@ class Runner:
         self._pages, self._rows, drawn = self._executables[bucket](self._weights, self._pages, self._rows, words)
         return PendingStep(drawn, plan.num_seqs)
 
-    def _make_state(self) -> tuple[Any, Any]:
-        """Pages split over KV heads, rows on every device."""
-        config, spec = self._config, self._config.page_spec
+    def _compile_state(self) -> tuple[Callable[[], tuple[Any, Any]], tuple[Any, Any]]:
+        """Return what makes empty pages and rows, and their shardings: pages split over KV heads, rows everywhere."""
+        config, spec, mesh = self._config, self._config.page_spec, self._parts.mesh
         pages_per_seq = -(-config.max_model_len // spec.page_size_tokens)
-        make = lambda: (  # noqa: E731
-            self._parts.attention.make_pages(spec),
-            make_rows(config.max_num_seqs, config.max_model_len, pages_per_seq, spec.scratch_page),
-        )
-        shardings = self._state_shardings(jax.eval_shape(make)[1])
-        return jax.jit(make, out_shardings=shardings)()
 
-    def _state_shardings(self, rows: Any) -> tuple[Any, Any]:
-        mesh = self._parts.mesh
-        page_specs = self._parts.attention.page_sharding(self._config.page_spec, TENSOR_AXIS)
-        pages = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec), page_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+        def make() -> tuple[Any, Any]:
+            rows = make_rows(config.max_num_seqs, config.max_model_len, pages_per_seq, spec.scratch_page)
+            return self._parts.attention.make_pages(spec), rows
+
+        page_shardings = jax.tree.map(
+            lambda partition: NamedSharding(mesh, partition),
+            self._parts.attention.page_sharding(spec, TENSOR_AXIS),
+            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
         )
-        return pages, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), rows)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        shardings = page_shardings, jax.tree.map(lambda _: replicated, jax.eval_shape(make)[1])
+        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
         layout = self._layouts[bucket]
@@ -128,7 +132,7 @@ class Runner:
         step = jax.jit(
             make_step(self._parts, layout),
             donate_argnums=(1, 2),
-            out_shardings=(*self._state_shardings(self._rows), replicated),
+            out_shardings=(*self._shardings, replicated),
         )
         words = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=replicated)
         return step.lower(self._weights, self._pages, self._rows, words).compile()

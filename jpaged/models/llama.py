@@ -49,9 +49,7 @@ class LlamaLayer(nnx.Module):
         self.mlp = GatedMLP(spec, dtype, stack)
 
     def __call__(self, hidden: Float[Array, "T E"], pages: Any, attend: Attend, layer, rotary):
-        attended, pages = self.attention(
-            self.attention_norm(hidden), pages, attend, layer=layer, rotary=rotary
-        )
+        attended, pages = self.attention(self.attention_norm(hidden), pages, attend, layer=layer, rotary=rotary)
         hidden = hidden + attended
         return hidden + self.mlp(self.mlp_norm(hidden)), pages
 

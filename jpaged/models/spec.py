@@ -297,9 +297,7 @@ def _check(spec: ModelSpec) -> None:
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ModelError(f"sliding_window must be at least 1 token or null, got {spec.sliding_window}")
     if spec.checkpoint_dtype not in WEIGHT_DTYPES:
-        raise ModelError(
-            f"config.json names dtype {spec.checkpoint_dtype!r}; jpaged reads {', '.join(WEIGHT_DTYPES)}"
-        )
+        raise ModelError(f"config.json names dtype {spec.checkpoint_dtype!r}; jpaged reads {', '.join(WEIGHT_DTYPES)}")
 
 
 @dataclass(frozen=True)

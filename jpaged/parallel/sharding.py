@@ -52,9 +52,7 @@ def parameter_paths(model: nnx.Module) -> dict[str, Any]:
 
 def weight_shardings(weights: nnx.State, mesh: Mesh) -> Any:
     """The shardings of a model's weights, as a pytree of the same structure: for jit's in_shardings or device_put."""
-    return jax.tree.map_with_path(
-        lambda path, leaf: parameter_sharding(_dotted(path), leaf.shape, mesh), weights
-    )
+    return jax.tree.map_with_path(lambda path, leaf: parameter_sharding(_dotted(path), leaf.shape, mesh), weights)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jpaged.engine.engine import Engine
+from jpaged.engine.llm import render_chat
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.request import Prompt, RequestOutput, SamplingParams
 
@@ -103,7 +104,7 @@ class BatchRun:
                     if not active:
                         return
                     for delta in engine.step():
-                        if delta.request.finished:
+                        if delta.finished:
                             line = active.pop(delta.request.request_id)
                             _write(output, _answer(line, delta.request, self._model_name))
                             yield line.custom_id
@@ -124,7 +125,7 @@ class BatchRun:
                 raise InvalidRequestError(
                     f"custom_id {line.custom_id!r} stands on an earlier line too; give each its own"
                 )
-            engine.add_request(line.custom_id, line.prompt, line.params)
+            engine.add_request(line.custom_id, engine.prepare(line.prompt, line.params))
         except JpagedError as error:
             message = f"line {number}: {error}"
             self.errors.append(message)
@@ -165,9 +166,7 @@ def _read_chat(body: dict[str, Any], engine: Engine) -> Prompt:
     well_formed = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
     if not well_formed:
         raise InvalidRequestError(f"body.messages is {str(messages)[:80]!r}, it must be a list of messages")
-    if engine.tokenizer is None:
-        raise InvalidRequestError(f"this model has no tokenizer; use {COMPLETIONS_URL} with token ids")
-    return {"prompt_token_ids": engine.tokenizer.apply_chat_template(messages)}
+    return render_chat(engine.tokenizer, messages)
 
 
 def _read_prompt(body: dict[str, Any]) -> Prompt:

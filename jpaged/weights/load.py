@@ -11,7 +11,7 @@ from jpaged.errors import ModelError
 from jpaged.models.registry import Model
 from jpaged.models.spec import ModelSpec
 from jpaged.weights.names import checkpoint_slots, match_names, slot_view
-from jpaged.weights.orbax import ORBAX_DIR, load_orbax
+from jpaged.weights.orbax_reader import ORBAX_DIR, load_orbax
 from jpaged.weights.placement import fill_model
 from jpaged.weights.safetensors_reader import INDEX_FILE, SINGLE_FILE, SafetensorsCheckpoint
 

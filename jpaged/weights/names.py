@@ -108,5 +108,3 @@ def report_mismatch(
             f"{source} does not hold the weights that its config.json describes ({spec.architecture}); "
             + "; ".join(faults)
         )
-
-

@@ -98,7 +98,5 @@ def _expected_names(model_dir: Path) -> dict[Path, set[str] | None]:
             assert names is not None
             names.add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"{index_path} is not a safetensors index ({error!r}); copy or download it again"
-        ) from error
+        raise ModelError(f"{index_path} is not a safetensors index ({error!r}); copy or download it again") from error
     return files

@@ -11,6 +11,7 @@ D head_dim; B items of a group, R tiles a group may touch, W tokens of a tile, C
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.paged_attention.api import AttentionBatch, PageSpec
+from pallas_kernels.paged_attention.tiles import Tiles, TileShape, cut_tiles, token_places
 
 # Below every real logit, yet finite: exp(-inf - FLOOR) is 0, where exp(-inf - -inf) would be nan.
 FLOOR = -1e30
@@ -37,31 +39,9 @@ class XlaPages:
     v: jax.Array
 
 
-@dataclass(frozen=True)
-class TileShape:
-    """How one class of sequences is cut up: static."""
-
-    min_tokens: int  # the class: sequences with min_tokens .. max_tokens tokens in this step
-    max_tokens: int
-    width: int  # query tokens of a tile
-    chunk_tokens: int  # KV tokens of an item, at least; rounded up to whole pages
-    group_items: int  # items processed together, at most
-
-
 DECODE = TileShape(min_tokens=1, max_tokens=1, width=1, chunk_tokens=64, group_items=32)
 SPAN = TileShape(min_tokens=1, max_tokens=8, width=8, chunk_tokens=64, group_items=8)
-PREFILL = TileShape(min_tokens=9, max_tokens=2**31 - 1, width=64, chunk_tokens=256, group_items=1)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tiles:
-    """The query tiles of one class, in token order; all int32 [num_tiles], unused entries last with length 0."""
-
-    sequence: jax.Array
-    first_row: jax.Array  # of the flat token batch
-    first_position: jax.Array
-    length: jax.Array  # tokens
+PREFILL = TileShape(min_tokens=9, max_tokens=2**31 - 1, width=64, chunk_tokens=128, group_items=1)
 
 
 @jax.tree_util.register_dataclass
@@ -75,24 +55,6 @@ class XlaWork:
     decode: Tiles
     span: Tiles
     prefill: Tiles
-
-
-def _tiles(shape: TileShape, batch: AttentionBatch, in_class: jax.Array, max_tiles: int) -> Tiles:
-    """Cuts the sequences where bool [S] `in_class` holds into tiles of `shape.width` tokens."""
-    q_lens = jnp.diff(batch.cu_q_lens)
-    counts = jnp.where(in_class, -(-q_lens // shape.width), 0)
-    ends = jnp.cumsum(counts)
-    tile = jnp.arange(max_tiles, dtype=jnp.int32)
-    sequence = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
-    used = sequence < q_lens.shape[0]
-    sequence = jnp.minimum(sequence, q_lens.shape[0] - 1)
-    first = (tile - (ends - counts)[sequence]) * shape.width
-    return Tiles(
-        sequence=sequence,
-        first_row=jnp.where(used, batch.cu_q_lens[sequence] + first, 0),
-        first_position=jnp.where(used, (batch.kv_lens - q_lens)[sequence] + first, 0),
-        length=jnp.where(used, jnp.minimum(q_lens[sequence] - first, shape.width), 0),
-    )
 
 
 @dataclass(frozen=True)
@@ -114,35 +76,112 @@ class _Call:
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """The static sizes of one tile class."""
+
+    tiles: int
+    width: int  # W
+    chunk_pages: int
+    chunk: int  # C
+    items: int  # B
+    slots: int  # R
+
+    @classmethod
+    def of(cls, shape: TileShape, tiles: Tiles, num_tokens: int, page_size: int) -> "_Sizes":
+        num_tiles = tiles.length.shape[0]
+        chunk_pages = -(-shape.chunk_tokens // page_size)
+        # A few rows should not pay for many; yet a single long one still fills a group of eight.
+        items = min(shape.group_items, max(num_tiles, 8))
+        width = min(shape.width, num_tokens)
+        return cls(num_tiles, width, chunk_pages, chunk_pages * page_size, items, min(items, num_tiles))
+
+
+@dataclass(frozen=True)
 class _Items:
-    """One group of items; arrays lead with axis B."""
+    """One group of items; arrays lead with axis B. Items past the last see nothing: their `end` is 0."""
 
     tile: jax.Array  # [B]
-    slot: jax.Array  # [B]: the tile's place among the R tiles of the group
-    active: jax.Array  # [B]
-    kv_positions: jax.Array  # [B, C]
-    page_starts: jax.Array  # [B, pages of a chunk]: position of each page's first slot
-    page_ids: jax.Array  # [B, pages of a chunk]
+    slot: jax.Array  # [B]: the tile's place among the group's R tiles, which start with tile `base`
+    base: jax.Array  # []
+    first_row: jax.Array  # [B]: of the tile's tokens in the flat batch
+    first_position: jax.Array  # [B]
+    first_seen: jax.Array  # [B]: the tile sees KV positions first_seen .. end
+    end: jax.Array  # [B]
+    page_starts: jax.Array  # [B, chunk pages]: position of each page's first slot
+    page_ids: jax.Array  # [B, chunk pages]
 
 
-def _gather_kv(call: _Call, page_ids: jax.Array, held: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """K and V of pages [B, n], head by head: [B, H, n * page_size, D].
+class _Softmax(NamedTuple):
+    """A softmax in progress for some tiles: sums are relative to exp(top)."""
 
-    V is zero outside slots held[0] .. held[1], each [B, n], of a page: others may hold nan, and 0 * nan is nan.
+    top: jax.Array  # [tiles, H, M]
+    total: jax.Array  # [tiles, H, M]
+    weighted: jax.Array  # [tiles, H, M, D]
+
+
+def _rows_of(table: jax.Array, index: jax.Array) -> jax.Array:
+    """table[index] for an index known to be in bounds, without the checks."""
+    return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _tile_table(call: _Call, tiles: Tiles, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """What `_items_of` needs of each tile, int32 [num_tiles, 6], and the number of items up to and with each tile."""
+    ends = tiles.first_position + tiles.length
+    first_seen = jnp.zeros_like(ends)
+    if call.window is not None:
+        first_seen = jnp.maximum(tiles.first_position - call.window + 1, 0)
+    first_chunks = first_seen // chunk
+    counts = jnp.where(tiles.length > 0, -(-ends // chunk) - first_chunks, 0)
+    item_ends = jnp.cumsum(counts)
+    chunk_offsets = first_chunks - (item_ends - counts)  # chunk of an item minus the item's number
+    columns = (tiles.sequence, tiles.first_row, tiles.first_position, first_seen, ends, chunk_offsets)
+    return jnp.stack(columns, axis=1), item_ends
+
+
+def _items_of(call: _Call, sizes: _Sizes, table: jax.Array, item_ends: jax.Array, group: jax.Array) -> _Items:
+    item = group * sizes.items + jnp.arange(sizes.items, dtype=jnp.int32)
+    tile = jnp.sum(item_ends <= item[:, None], axis=1, dtype=jnp.int32)
+    active = tile < sizes.tiles
+    tile = jnp.minimum(tile, sizes.tiles - 1)
+    base = jnp.minimum(tile[0], sizes.tiles - sizes.slots)
+    sequence, first_row, first_position, first_seen, end, chunk_offset = _rows_of(table, tile).T
+    page_slot = (item + chunk_offset)[:, None] * sizes.chunk_pages + jnp.arange(sizes.chunk_pages, dtype=jnp.int32)
+    page_starts = page_slot * call.page_size
+    # Pages past the end are not read: the last one, already in the cache, stands in for them.
+    page_slot = jnp.clip(page_slot, 0, jnp.maximum(end - 1, 0)[:, None] // call.page_size)
+    return _Items(
+        tile=tile,
+        slot=jnp.minimum(tile - base, sizes.slots - 1),
+        base=base,
+        first_row=first_row,
+        first_position=first_position,
+        first_seen=first_seen,
+        end=jnp.where(active, end, 0),
+        page_starts=page_starts,
+        page_ids=_rows_of(call.page_table.reshape(-1), sequence[:, None] * call.page_table.shape[1] + page_slot),
+    )
+
+
+def _gather_kv(call: _Call, items: _Items) -> tuple[jax.Array, jax.Array]:
+    """K and V of the items' pages, head by head: [B, H, C, D]. V is zero where the tile sees nothing.
+
+    A slot nobody sees may hold nan: its logit is masked, but its value would meet a weight of 0, and 0 * nan is nan.
     """
     _, num_pages, num_heads, row = call.pages.k.shape
     head_dim = row // call.page_size
-    batch, n = page_ids.shape
-    pages = (call.layer * num_pages + page_ids)[:, None, :]
+    pages = (call.layer * num_pages + items.page_ids)[:, None, :]
     rows = pages * num_heads + jnp.arange(num_heads, dtype=jnp.int32)[:, None]
+    first, end = (
+        ((x[:, None] - items.page_starts) * head_dim)[:, None, :, None] for x in (items.first_seen, items.end)
+    )
     # The barriers keep the gathers plain copies of rows: fused with what makes their indices or with what reads them
     # they are many times slower on CPU. The mask of V costs next to nothing inside one, and a pass over V outside.
-    rows, first, end = lax.optimization_barrier((rows, *(x[:, None, :, None] * head_dim for x in held)))
-    k, v = (x.reshape(-1, row).at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False) for x in (call.pages.k, call.pages.v))
+    rows, first, end = lax.optimization_barrier((rows, first, end))
+    k, v = (_rows_of(x.reshape(-1, row), rows) for x in (call.pages.k, call.pages.v))
     place = jnp.arange(row, dtype=jnp.int32)
-    v = jnp.where((place >= first) & (place < end) if call.window is not None else place < end, v, 0)
+    v = jnp.where(place < end if call.window is None else (place >= first) & (place < end), v, 0)
     k, v = lax.optimization_barrier((k, v))
-    shape = (batch, num_heads, n * call.page_size, head_dim)
+    shape = (len(items.tile), num_heads, -1, head_dim)
     return k.reshape(shape), v.reshape(shape)
 
 
@@ -155,132 +194,125 @@ def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
+def _logits(call: _Call, sizes: _Sizes, items: _Items, q: jax.Array, k: jax.Array, rows: jax.Array) -> jax.Array:
+    """Masked logits, [B, H, M, C], for the queries [B, H, M, D] of batch rows [B, W]; -inf where nothing is seen."""
+    kv = (items.page_starts[:, :1] + jnp.arange(sizes.chunk, dtype=jnp.int32))[:, None, :]
+    visible = kv < items.end[:, None, None]  # [B, W or 1, C]
+    if sizes.width > 1:
+        position = (items.first_position[:, None] + rows - items.first_row[:, None])[:, :, None]
+        visible &= kv <= position
+        if call.window is not None:
+            visible &= kv > position - call.window
+    elif call.window is not None:
+        visible &= kv >= items.first_seen[:, None, None]
+    logits = _dot("bhmd,bhcd->bhmc", q, k) * call.scale
+    if call.soft_cap is not None:
+        logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
+    by_token = logits.reshape(*logits.shape[:2], sizes.width, -1, sizes.chunk)
+    return jnp.where(visible[:, None, :, None, :], by_token, -jnp.inf).reshape(logits.shape)
+
+
+def _fresh(call: _Call, tiles: int, width: int) -> _Softmax:
+    """Tiles that have seen nothing but the sinks."""
+    _, H, G, D = call.q.shape
+    shape = (tiles, H, width * G)
+    # full_like: under shard_map a loop's carry must vary over the mesh as the queries do.
+    top, total = (lax.full_like(call.q, value, jnp.float32, shape) for value in (FLOOR, 0.0))
+    if call.sinks is not None:
+        top = jnp.broadcast_to(jnp.tile(call.sinks, (1, width)), shape)
+        total = lax.full_like(call.q, 1.0, jnp.float32, shape)
+    return _Softmax(top, total, lax.full_like(call.q, 0.0, jnp.float32, (*shape, D)))
+
+
+def _merge(before: _Softmax, items: _Items, in_slot: jax.Array, logits: jax.Array, v: jax.Array, dtype) -> _Softmax:
+    """Takes the items' logits and values into the group's R tiles; bool [R, B] `in_slot` says which tile is whose."""
+    item_top = jnp.where(in_slot[:, :, None, None], jnp.max(logits, axis=-1), FLOOR)
+    top = jnp.maximum(before.top, jnp.max(item_top, axis=1))
+    weights = jnp.exp(logits - _rows_of(top, items.slot)[..., None])
+    decay = jnp.exp(before.top - top)
+    merge = in_slot.astype(jnp.float32)
+    weighted = _dot("bhmc,bhcd->bhmd", weights.astype(dtype), v)
+    return _Softmax(
+        top,
+        decay * before.total + _dot("rb,bhm->rhm", merge, jnp.sum(weights, axis=-1)),
+        decay[..., None] * before.weighted + _dot("rb,bhmd->rhmd", merge, weighted),
+    )
+
+
 def _attend_tiles(call: _Call, shape: TileShape, tiles: Tiles, out: jax.Array) -> jax.Array:
     """Attends for all tiles of one class and writes their rows of `out`, [T, H, G, D] in q's dtype."""
     num_tokens, H, G, D = call.q.shape
-    num_tiles = tiles.length.shape[0]
-    width = min(shape.width, num_tokens)
-    pages_per_chunk = -(-shape.chunk_tokens // call.page_size)
-    chunk = pages_per_chunk * call.page_size
-    num_items = min(shape.group_items, max(num_tiles, 8))
-    num_slots = min(num_items, num_tiles)
-    M = width * G
-
-    ends = tiles.first_position + tiles.length  # the tile sees KV positions below
-    first_chunks = jnp.zeros_like(ends)
-    if call.window is not None:
-        first_chunks = jnp.maximum(tiles.first_position - call.window + 1, 0) // chunk
-    counts = jnp.where(tiles.length > 0, -(-ends // chunk) - first_chunks, 0)
-    item_ends = jnp.cumsum(counts)
-
-    def items_of(group: jax.Array, first_tile_limit: int) -> tuple[_Items, jax.Array]:
-        item = group * num_items + jnp.arange(num_items, dtype=jnp.int32)
-        tile = jnp.sum(item_ends <= item[:, None], axis=1, dtype=jnp.int32)
-        active = tile < num_tiles
-        tile = jnp.minimum(tile, num_tiles - 1)
-        base = jnp.minimum(tile[0], first_tile_limit)
-        chunk_index = first_chunks[tile] + item - (item_ends - counts)[tile]
-        page_slot = chunk_index[:, None] * pages_per_chunk + jnp.arange(pages_per_chunk, dtype=jnp.int32)
-        page_starts = page_slot * call.page_size
-        # Pages past the end are not read: the last one, already in the cache, stands in for them.
-        page_slot = jnp.clip(page_slot, 0, jnp.maximum(ends[tile] - 1, 0)[:, None] // call.page_size)
-        items = _Items(
-            tile=tile,
-            slot=jnp.minimum(tile - base, num_slots - 1),
-            active=active,
-            kv_positions=chunk_index[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32),
-            page_starts=page_starts,
-            page_ids=call.page_table.at[tiles.sequence[tile][:, None], page_slot].get(mode="promise_in_bounds"),
-        )
-        return items, base
-
-    # full_like: under shard_map a loop's carry must vary over the mesh as the queries do.
-    def initial(slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        top = lax.full_like(call.q, FLOOR, jnp.float32, (slots, H, M))
-        total = lax.full_like(call.q, 0.0, jnp.float32, (slots, H, M))
-        if call.sinks is not None:
-            top = jnp.broadcast_to(jnp.tile(call.sinks, (1, width)), (slots, H, M)) + total
-            total = total + 1.0
-        return top, total, lax.full_like(call.q, 0.0, jnp.float32, (slots, H, M, D))
+    sizes = _Sizes.of(shape, tiles, num_tokens, call.page_size)
+    table, item_ends = _tile_table(call, tiles, sizes.chunk)
 
     def group_step(group: jax.Array, carry: tuple) -> tuple:
-        out, going_on, *state = carry
-        items, base = items_of(group, num_tiles - num_slots)
-        rows = jnp.minimum(tiles.first_row[items.tile], num_tokens - width)[:, None] + jnp.arange(width)
-        positions = tiles.first_position[items.tile][:, None] + rows - tiles.first_row[items.tile][:, None]
-        # [B, H, M, D]: the queries of one KV head are the rows of one matrix
-        q = call.q.at[rows].get(mode="promise_in_bounds").transpose(0, 2, 1, 3, 4).reshape(num_items, H, M, D)
-        seen_end = jnp.where(items.active, ends[items.tile], 0)[:, None]
-        first_seen = jnp.zeros_like(seen_end)
-        if call.window is not None:
-            first_seen = tiles.first_position[items.tile][:, None] - call.window + 1
-        k, v = _gather_kv(call, items.page_ids, (first_seen - items.page_starts, seen_end - items.page_starts))
+        out, unfinished, state = carry
+        items = _items_of(call, sizes, table, item_ends, group)
+        first_row = jnp.minimum(items.first_row, num_tokens - sizes.width)
+        rows = first_row[:, None] + jnp.arange(sizes.width, dtype=jnp.int32)
+        # The queries of one KV head are the rows of one matrix: [B, H, M, D].
+        q = _rows_of(call.q, rows).swapaxes(1, 2).reshape(sizes.items, H, -1, D)
+        k, v = _gather_kv(call, items)
+        logits = _logits(call, sizes, items, q, k, rows)
 
-        readable = (items.kv_positions < seen_end) & (items.kv_positions >= first_seen)  # [B, C]
-        visible = readable[:, None, :]  # [B, W, C]
-        if width > 1:
-            visible &= items.kv_positions[:, None, :] <= positions[:, :, None]
-            if call.window is not None:
-                visible &= items.kv_positions[:, None, :] > positions[:, :, None] - call.window
-        visible = jnp.repeat(visible, M // visible.shape[1], axis=1)[:, None]  # [B, 1, M, C]
-
-        logits = _dot("bhmd,bhcd->bhmc", q, k) * call.scale
-        if call.soft_cap is not None:
-            logits = call.soft_cap * jnp.tanh(logits / call.soft_cap)
-        logits = jnp.where(visible, logits, -jnp.inf)
-
-        # The group's tiles: the first may go on from the group before.
-        resumed = (jnp.arange(num_slots) == items.slot[0]) & (items.tile[0] == going_on)
-        resumed = resumed.reshape(-1, 1, 1)
-        top, total, weighted = initial(num_slots)
-        top = jnp.where(resumed, state[0], top)
-        total = jnp.where(resumed, state[1], total)
-        weighted = jnp.where(resumed[..., None], state[2], weighted)
-
-        in_slot = (items.slot == jnp.arange(num_slots)[:, None]) & items.active  # [R, B]
-        item_top = jnp.max(logits, axis=-1)
-        new_top = jnp.maximum(
-            top, jnp.max(jnp.where(in_slot[:, :, None, None], item_top, FLOOR), axis=1)
+        slots = jnp.arange(sizes.slots, dtype=jnp.int32)
+        resumed = (slots == items.slot[0]) & (items.tile[0] == unfinished)
+        before = jax.tree.map(
+            lambda old, new: jnp.where(resumed.reshape(-1, *(1,) * (new.ndim - 1)), old, new),
+            state,
+            _fresh(call, sizes.slots, sizes.width),
         )
-        weights = jnp.exp(logits - new_top[items.slot][..., None])
-        item_total = jnp.sum(weights, axis=-1)
-        item_weighted = _dot("bhmc,bhcd->bhmd", weights.astype(jnp.promote_types(q.dtype, v.dtype)), v)
-        decay = jnp.exp(top - new_top)
-        merge = in_slot.astype(jnp.float32)
-        total = decay * total + _dot("rb,bhm->rhm", merge, item_total)
-        weighted = decay[..., None] * weighted + _dot("rb,bhmd->rhmd", merge, item_weighted)
+        in_slot = (slots[:, None] == items.slot) & (items.end > 0)
+        after = _merge(before, items, in_slot, logits, v, jnp.promote_types(call.q.dtype, v.dtype))
 
-        result = weighted / jnp.where(total > 0, total, 1.0)[..., None]
-        result = result.reshape(num_slots, H, width, G, D).transpose(0, 2, 1, 3, 4).astype(out.dtype)
-        touched = jnp.any(in_slot, axis=1)
-        out = _write_rows(out, result, base, touched, tiles, width)
-        last = items.slot[-1]
-        state = [lax.dynamic_slice_in_dim(x, last, 1) for x in (new_top, total, weighted)]
-        return (out, items.tile[-1], *state)
+        result = after.weighted / jnp.where(after.total > 0, after.total, 1.0)[..., None]
+        result = result.reshape(sizes.slots, H, sizes.width, G, D).swapaxes(1, 2).astype(out.dtype)
+        out = _write_rows(out, result, items.base, jnp.any(in_slot, axis=1), tiles)
+        state = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, items.slot[-1], 1), after)
+        return out, items.tile[-1], state
 
-    num_groups = -(-item_ends[-1] // num_items)
-    carry = (out, jnp.int32(-1), *initial(1))
+    num_groups = (item_ends[-1] + sizes.items - 1) // sizes.items
+    carry = (out, jnp.int32(-1), _fresh(call, 1, sizes.width))
     return lax.fori_loop(0, num_groups, group_step, carry)[0]
 
 
-def _write_rows(
-    out: jax.Array, result: jax.Array, base: jax.Array, touched: jax.Array, tiles: Tiles, width: int
-) -> jax.Array:
-    """Writes the rows [R, W, H, G, D] of tiles base .. base + R into `out`, where they are touched."""
-    num_tokens, num_slots = out.shape[0], result.shape[0]
-    if width == 1 and num_slots > 1:  # decode rows come first: a tile's number is its row
-        start, result, keep = base, result[:, 0], touched
-        old = lax.dynamic_slice_in_dim(out, start, num_slots)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(keep[:, None, None, None], result, old), start, 0)
-    for slot in range(num_slots):
-        first = tiles.first_row[base + slot]
+def _write_rows(out: jax.Array, result: jax.Array, base: jax.Array, touched: jax.Array, tiles: Tiles) -> jax.Array:
+    """Writes the rows, [R, W, H, G, D], of tiles base .. base + R into `out` where bool [R] `touched` holds."""
+    num_tokens, (slots, width) = out.shape[0], result.shape[:2]
+    if width == 1 and slots > 1:  # decode rows come first: a tile's number is its row
+        old = lax.dynamic_slice_in_dim(out, base, slots)
+        new = jnp.where(touched[:, None, None, None], result[:, 0], old)
+        return lax.dynamic_update_slice_in_dim(out, new, base, 0)
+
+    def write_tile(slot: jax.Array, out: jax.Array) -> jax.Array:
+        first, length = tiles.first_row[base + slot], tiles.length[base + slot]
         start = jnp.minimum(first, num_tokens - width)
-        row = start + jnp.arange(width)
-        keep = touched[slot] & (row >= first) & (row < first + tiles.length[base + slot])
-        old = lax.dynamic_slice_in_dim(out, start, width)
-        new = jnp.where(keep[:, None, None, None], result[slot], old)
-        out = lax.dynamic_update_slice_in_dim(out, new, start, 0)
-    return out
+        row = start + jnp.arange(width, dtype=jnp.int32)
+        keep = touched[slot] & (row >= first) & (row < first + length)
+        new = jnp.where(keep[:, None, None, None], result[slot], lax.dynamic_slice_in_dim(out, start, width))
+        return lax.dynamic_update_slice_in_dim(out, new, start, 0)
+
+    return lax.fori_loop(0, slots, write_tile, out)
+
+
+def _write_tokens(pages: XlaPages, k: jax.Array, v: jax.Array, work: XlaWork, layer: jax.Array | int) -> XlaPages:
+    """Writes K and V, [T, H, D], to the tokens' places, in the pages' dtype."""
+
+    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
+        layers, num_pages, num_heads, row = pool.shape
+        where = jnp.stack([layer * num_pages + work.token_pages, work.token_offsets * new.shape[2]], axis=1)
+        written = lax.scatter(
+            pool.reshape(layers * num_pages, num_heads, row),
+            where,
+            new.astype(pool.dtype),
+            lax.ScatterDimensionNumbers(
+                update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
+            ),
+            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
+        return written.reshape(pool.shape)
+
+    return XlaPages(k=write(pages.k, k), v=write(pages.v, v))
 
 
 class XlaPagedAttention:
@@ -293,13 +325,6 @@ class XlaPagedAttention:
     def make_work(self, batch: AttentionBatch, num_tokens: int, spec: PageSpec) -> XlaWork:
         num_seqs = batch.kv_lens.shape[0]
         q_lens = jnp.diff(batch.cu_q_lens)
-        token = jnp.arange(num_tokens, dtype=jnp.int32)
-        sequence = jnp.sum(batch.cu_q_lens[1:] <= token[:, None], axis=1, dtype=jnp.int32)
-        used = sequence < num_seqs
-        sequence = jnp.minimum(sequence, num_seqs - 1)
-        position = jnp.where(used, (batch.kv_lens - q_lens - batch.cu_q_lens[:-1])[sequence] + token, 0)
-        page = batch.page_table[sequence, position // spec.page_size_tokens]
-
         index = jnp.arange(num_seqs, dtype=jnp.int32)
         is_decode = index < batch.num_decode
         is_span = ~is_decode & (q_lens <= SPAN.max_tokens)
@@ -307,13 +332,14 @@ class XlaPagedAttention:
         most = min(num_seqs, num_tokens)
         longest = min(num_seqs, num_tokens // PREFILL.min_tokens)  # sequences that may be in the prefill class
         prefill_tiles = max(1, (num_tokens + longest * (PREFILL.width - 1)) // PREFILL.width)
+        token_pages, token_offsets = token_places(batch, num_tokens, spec)
         return XlaWork(
-            token_pages=jnp.where(used, page, spec.scratch_page),
-            token_offsets=position % spec.page_size_tokens,
+            token_pages=token_pages,
+            token_offsets=token_offsets,
             page_table=batch.page_table,
-            decode=_tiles(DECODE, batch, is_decode, most),
-            span=_tiles(SPAN, batch, is_span, most),
-            prefill=_tiles(PREFILL, batch, is_prefill, prefill_tiles),
+            decode=cut_tiles(DECODE, batch, is_decode, most),
+            span=cut_tiles(SPAN, batch, is_span, most),
+            prefill=cut_tiles(PREFILL, batch, is_prefill, prefill_tiles),
         )
 
     def attend(
@@ -375,25 +401,3 @@ class XlaPagedAttention:
     def page_sharding(self, spec: PageSpec, axis_name: str) -> XlaPages:
         split = PartitionSpec(None, None, axis_name, None)
         return XlaPages(k=split, v=split)  # pyright: ignore[reportArgumentType]
-
-
-def _write_tokens(
-    pages: XlaPages, k: jax.Array, v: jax.Array, work: XlaWork, layer: jax.Array | int
-) -> XlaPages:
-    """Writes K and V, [T, H, D], to the tokens' places, in the pages' dtype."""
-
-    def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-        layers, num_pages, num_heads, row = pool.shape
-        where = jnp.stack([layer * num_pages + work.token_pages, work.token_offsets * new.shape[2]], axis=1)
-        written = lax.scatter(
-            pool.reshape(layers * num_pages, num_heads, row),
-            where,
-            new.astype(pool.dtype),
-            lax.ScatterDimensionNumbers(
-                update_window_dims=(1, 2), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
-            ),
-            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-        )
-        return written.reshape(pool.shape)
-
-    return XlaPages(k=write(pages.k, k), v=write(pages.v, v))

@@ -6,12 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from jpaged import CapacityError, ConfigError, InvalidRequestError, SamplingParams
+from jpaged import LLM, CapacityError, ConfigError, InvalidRequestError, SamplingParams
 from jpaged.metrics import EngineStats
+from jpaged.request import TokensPrompt
 from tests.fakes.dense_attention import dense_logits
 
 
-def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[dict]:
+def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[TokensPrompt]:
     generator = random.Random(seed)
     return [
         {"prompt_token_ids": [generator.randrange(3, 128) for _ in range(generator.randint(1, longest))]}
@@ -173,7 +174,9 @@ def test_an_aborted_request_gives_its_pages_back_at_once_and_leaves_the_others_a
     engine = llm.engine
     prompts = random_prompts(20, seed=13)
     expected = tokens(llm.generate(prompts, greedy()))
-    outputs = [engine.add_request(f"r{place}", prompt, greedy()) for place, prompt in enumerate(prompts)]
+    outputs = [
+        engine.add_request(f"r{place}", engine.prepare(prompt, greedy())) for place, prompt in enumerate(prompts)
+    ]
     for _ in range(steps):
         engine.step()
     for place in range(0, 20, 2):
@@ -203,14 +206,12 @@ def test_stats_is_a_dataclass_that_says_how_full_the_pages_are(make_llm):
 
 def test_a_second_start_compiles_nothing(make_llm):
     make_llm()
-    again = type(make_llm())(**_options(make_llm()))
+    config = make_llm().engine.parts.config
+    again = LLM(config.model, **config.options())
     assert again.stats().compilations == 0
-    assert tokens(again.generate(random_prompts(2), greedy())) == tokens(make_llm().generate(random_prompts(2), greedy()))
-
-
-def _options(llm) -> dict:
-    config = llm.engine.parts.config
-    return {name: getattr(config, name) for name in config.field_names()}
+    assert tokens(again.generate(random_prompts(2), greedy())) == tokens(
+        make_llm().generate(random_prompts(2), greedy())
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,10 +231,10 @@ def test_a_bad_prompt_is_refused_alone(llm, prompt, message):
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate(prompt, greedy())
     good = random_prompts(1)[0]
-    running = llm.engine.add_request("good", good, greedy())
+    running = llm.engine.add_request("good", llm.engine.prepare(good, greedy()))
     llm.engine.step()
     with pytest.raises(InvalidRequestError, match=message):
-        llm.engine.add_request("bad", prompt, greedy())
+        llm.engine.prepare(prompt, greedy())
     while llm.engine.has_work:
         llm.engine.step()
     assert tokens([running]) == tokens(llm.generate(good, greedy()))

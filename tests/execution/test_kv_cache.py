@@ -32,14 +32,15 @@ def test_too_little_memory_shows_the_sum_and_what_to_change():
     with pytest.raises(ConfigError) as caught:
         size(5.5)
     assert str(caught.value) == (
-        "free memory 5.50 GiB - weights 4.00 GiB - step 1.00 GiB = 0.50 GiB; 0.5 of it holds 256 pages of 1048576 bytes,"
-        " and one sequence of the longest length needs 512; lower max_model_len, raise kv_memory_fraction, or free memory"
+        "free memory 5.50 GiB - weights 4.00 GiB - step 1.00 GiB = 0.50 GiB; 0.5 of it holds 256 pages of 1048576"
+        " bytes, and one sequence of the longest length needs 512; lower max_model_len, raise kv_memory_fraction,"
+        " or free memory"
     )
 
 
 def test_a_given_size_is_taken_or_refused_with_the_largest_that_fits():
     assert size(6, num_pages=1000) == 1000
-    with pytest.raises(ConfigError, match="1025 pages .* lower num_pages to at most 1024"):
+    with pytest.raises(ConfigError, match=r"1025 pages .* lower num_pages to at most 1024"):
         size(6, num_pages=1025)
 
 

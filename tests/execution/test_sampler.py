@@ -1,5 +1,7 @@
 """The sampler against exact probabilities, and the noise against what it promises."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,9 @@ from jpaged.execution.sampler import sample
 VOCABULARY = 50
 
 
-def parameters(count: int, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0, seed=0) -> RowParameters:
+def parameters(
+    count: int, temperature: Any = 1.0, top_p: Any = 1.0, min_p: Any = 0.0, top_k: Any = 0, seed: Any = 0
+) -> RowParameters:
     def column(value, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), (count,))
 
@@ -138,5 +142,3 @@ def test_the_noise_is_pinned():
     keys = draw_keys(jnp.array([123]), jnp.array([0]), jnp.array([0]), jnp.array([7]))
     assert [int(key[0]) for key in keys] == PINNED_KEYS
     np.testing.assert_allclose(np.asarray(gumbel(keys, 4))[0], PINNED_NOISE, atol=2e-5)
-
-

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 from jpaged.errors import ModelError
 from jpaged.models.registry import build_model
 from jpaged.models.spec import spec_from_config
 from jpaged.parallel.mesh import make_mesh
+from jpaged.parallel.sharding import parameter_paths
 from jpaged.weights.random import random_weights
 from tests.fakes.dense_attention import dense_attend, dense_logits
 from tests.fakes.tiny_models import TINY_LLAMA, TINY_MISTRAL, TINY_OPT
@@ -29,18 +31,19 @@ def test_a_built_model_holds_shapes_only(name):
 
 def test_fused_layouts():
     model = build_model(spec_from_config(TINY_LLAMA), jnp.bfloat16)
-    assert model.layers.attention.qkv.weight.get_value().shape == (2, 4, (2 + 2) * 8, 64)
-    assert model.layers.mlp.gate_up.weight.get_value().shape == (2, 4, 2 * 96 // 4, 64)
-    assert model.layers.mlp.down.weight.get_value().dtype == jnp.bfloat16
-    assert model.norm.weight.get_value().dtype == jnp.float32
-    assert model.head is None
+    parameters = {path: parameter.get_value() for path, parameter in parameter_paths(model).items()}
+    assert parameters["layers.attention.qkv.weight"].shape == (2, 4, (2 + 2) * 8, 64)
+    assert parameters["layers.mlp.gate_up.weight"].shape == (2, 4, 2 * 96 // 4, 64)
+    assert parameters["layers.mlp.down.weight"].dtype == jnp.bfloat16
+    assert parameters["norm.weight"].dtype == jnp.float32
+    assert "head.weight" not in parameters
 
 
 def test_refusals():
     spec = spec_from_config(TINY_LLAMA)
-    with pytest.raises(ModelError, match="int8.*bfloat16"):
+    with pytest.raises(ModelError, match=r"int8.*bfloat16"):
         build_model(spec, jnp.int8)
-    with pytest.raises(ModelError, match="Unknown.*LlamaForCausalLM"):
+    with pytest.raises(ModelError, match=r"Unknown.*LlamaForCausalLM"):
         build_model(dataclasses.replace(spec, architecture="Unknown"), jnp.float32)
 
 
@@ -52,7 +55,7 @@ def test_attend_is_called_as_promised(name):
 
     def attend(q, k, v, pages, *, layer, scale, window, soft_cap, sinks):
         calls.append((q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, layer.dtype, scale, window))
-        assert isinstance(layer, jax.core.Tracer)
+        assert isinstance(layer, Tracer)
         out, _ = dense_attend(q, k, v, (), layer=layer, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
         return out, pages.at[layer].add(1)
 

@@ -111,7 +111,7 @@ def test_harmless_keys_are_no_reason_to_refuse():
 
 
 def test_unreadable_directories(tmp_path):
-    with pytest.raises(ModelError, match="config.json does not exist"):
+    with pytest.raises(ModelError, match=r"config.json does not exist"):
         load_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read as JSON"):

@@ -45,7 +45,7 @@ def test_an_error_lists_every_reason() -> None:
 
 def test_a_page_spec_is_hashable_and_checks_its_sizes() -> None:
     assert hash(SPEC) == hash(replace(SPEC))
-    assert SPEC == replace(SPEC, dtype="bfloat16")
+    assert replace(SPEC, dtype="bfloat16") == SPEC
     assert SPEC.page_bytes == 2 * 16 * 2 * 64 * 2
     assert SPEC.scratch_page == 4
     with pytest.raises(ValueError, match="num_pages is 0"):

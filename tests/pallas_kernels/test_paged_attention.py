@@ -219,8 +219,9 @@ def test_chunks_and_decode_give_what_one_prefill_gives() -> None:
     def serve(edges: list[int], rows: int) -> np.ndarray:
         pages, outs = ATTENTION.make_pages(spec), []
         for start, end in zip(edges, edges[1:], strict=False):
-            padded = [np.pad(x[start:end], ((0, rows - (end - start)), (0, 0), (0, 0))) for x in (q, k, v)]
-            out, pages = serve_span(*padded, pages, start, end)
+            spare = ((0, rows - (end - start)), (0, 0), (0, 0))
+            span_q, span_k, span_v = (np.pad(x[start:end], spare) for x in (q, k, v))
+            out, pages = serve_span(span_q, span_k, span_v, pages, start, end)
             outs.append(np.asarray(out)[: end - start])
         return np.concatenate(outs)
 

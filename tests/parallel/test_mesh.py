@@ -31,7 +31,7 @@ def test_too_few_devices():
 def test_a_model_that_does_not_split_evenly():
     spec = spec_from_config(TINY_LLAMA | {"intermediate_size": 90})  # 8 heads, 4 KV heads
     check_tensor_parallel(spec, 2)
-    with pytest.raises(ConfigError, match="8 does not divide num_kv_heads 4 and intermediate_size 90.* 1, 2$"):
+    with pytest.raises(ConfigError, match=r"8 does not divide num_kv_heads 4 and intermediate_size 90.* 1, 2$"):
         make_mesh(8, spec=spec)
-    with pytest.raises(ConfigError, match="3 does not divide num_heads 8 and num_kv_heads 4; .* 1, 2$"):
+    with pytest.raises(ConfigError, match=r"3 does not divide num_heads 8 and num_kv_heads 4; .* 1, 2$"):
         make_mesh(3, spec=spec)

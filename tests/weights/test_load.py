@@ -128,7 +128,7 @@ def test_all_faults_are_reported_together(tmp_path):
 def test_quantised_tensors_are_refused(tmp_path):
     tensors = random_tensors(TINY_LLAMA, 0)
     tensors["model.norm.weight"] = np.ones(64, np.int8)
-    with pytest.raises(ModelError, match="model.norm.weight.*I8.*quantised"):
+    with pytest.raises(ModelError, match=r"model.norm.weight.*I8.*quantised"):
         _load(write_checkpoint(TINY_LLAMA, tensors, tmp_path))
 
 
@@ -136,7 +136,7 @@ def test_overflow_of_float16_is_refused(tmp_path):
     tensors = random_tensors(TINY_LLAMA, 0)
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e6
     model_dir = write_checkpoint(TINY_LLAMA, tensors, tmp_path)
-    with pytest.raises(ModelError, match="layers.1.mlp.down_proj.weight.*float16.*bfloat16"):
+    with pytest.raises(ModelError, match=r"layers.1.mlp.down_proj.weight.*float16.*bfloat16"):
         _load(model_dir, jnp.float16)
     _load(model_dir, jnp.bfloat16)
 
@@ -146,7 +146,7 @@ def test_truncated_files_are_refused(keep, tmp_path):
     model_dir = write_random_checkpoint(TINY_LLAMA, tmp_path)
     path = model_dir / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelError, match="model.safetensors is not a complete safetensors file"):
+    with pytest.raises(ModelError, match=r"model.safetensors is not a complete safetensors file"):
         _load(model_dir)
 
 
@@ -182,7 +182,7 @@ def test_directories_without_readable_weights(tmp_path):
     with pytest.raises(ModelError, match="holds no weights"):
         load_weights(tmp_path, spec, jnp.float32, make_mesh(1))
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ModelError, match="pytorch_model.bin.*safe_serialization=True"):
+    with pytest.raises(ModelError, match=r"pytorch_model.bin.*safe_serialization=True"):
         load_weights(tmp_path, spec, jnp.float32, make_mesh(1))
     with pytest.raises(ModelError, match="not a directory"):
         load_weights(tmp_path / "absent", spec, jnp.float32, make_mesh(1))
@@ -223,7 +223,7 @@ def test_orbax_faults(tmp_path):
     save_orbax(source, target)
     other = TINY_LLAMA | {"tie_word_embeddings": False, "intermediate_size": 64}
     (target / "config.json").write_text(json.dumps(other))
-    with pytest.raises(ModelError, match="1 missing: head.weight; 2 of another shape: layers.mlp.down.weight is"):
+    with pytest.raises(ModelError, match=r"1 missing: head.weight; 2 of another shape: layers.mlp.down.weight is"):
         _load(target)
     (target / "config.json").write_text(json.dumps(TINY_LLAMA))
     shutil.rmtree(target / "orbax")

@@ -1,0 +1,225 @@
+"""The engine's loop in a thread of its own; requests and outputs cross by queues.
+
+Callers live in asyncio event loops. The engine thread never waits for them: what a step produced is handed to each
+event loop in one call, and a stream whose reader is slow merges what piles up, so its buffer stays bounded.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+from jpaged.config import EngineConfig
+from jpaged.engine.engine import Engine
+from jpaged.engine.llm import render_chat
+from jpaged.engine.tokenizer import Tokenizer
+from jpaged.errors import AbortedError, EngineFailedError, JpagedError, QueueFullError
+from jpaged.execution.runner import ReportProgress
+from jpaged.metrics import EngineStats, Observer
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+MAX_BUFFERED_DELTAS = 64
+
+
+class _Stream:
+    """What one request's reader has not read yet. Lives in the reader's event loop; other threads touch only `loop`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._deltas: deque[OutputDelta] = deque()
+        self._error: JpagedError | None = None
+        self._news = asyncio.Event()
+
+    def push(self, delta: OutputDelta) -> None:
+        if len(self._deltas) >= MAX_BUFFERED_DELTAS:
+            for place in range(len(self._deltas) - 1, -1, -1):
+                if self._deltas[place].index == delta.index:
+                    self._deltas[place] = _merge(self._deltas[place], delta)
+                    return
+        self._deltas.append(delta)
+        self._news.set()
+
+    def fail(self, error: JpagedError) -> None:
+        """The reader gets the error after what was buffered before it."""
+        self._error = error
+        self._news.set()
+
+    async def next(self) -> OutputDelta:
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        return self._deltas.popleft()
+
+
+def _merge(earlier: OutputDelta, later: OutputDelta) -> OutputDelta:
+    return replace(later, text=earlier.text + later.text, token_ids=earlier.token_ids + later.token_ids)
+
+
+class AsyncLLM:
+    """Serves any number of concurrent callers from one engine. The constructor blocks until the engine is ready.
+
+    Args:
+        model, options: as for LLM.
+        max_queued_requests: requests that may wait for a row; more are refused with QueueFullError.
+        observer: is told what happens, in the engine's thread.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        max_queued_requests: int = 1024,
+        observer: Observer | None = None,
+        report: ReportProgress | None = None,
+        **options: Any,
+    ) -> None:
+        self._max_queued_requests = max_queued_requests
+        self._engine = Engine(EngineConfig.from_options(model, options), report, observer)
+        self._streams: dict[str, _Stream] = {}  # belongs to the engine's thread
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def parts(self):
+        return self._engine.parts
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[OutputDelta]:
+        """Yield what each step adds to a request; the last delta is `finished`. Closing the iterator ends the work.
+
+        Raises:
+            InvalidRequestError, CapacityError: the request is refused.
+            QueueFullError: too many requests wait.
+            AbortedError: `abort` ended it.
+            EngineFailedError: a bug.
+        """
+        # Tokenizing a long text takes milliseconds: neither the event loop nor the engine waits for it.
+        request = await asyncio.to_thread(self._engine.prepare, prompt, params or SamplingParams())
+        name = request_id or uuid.uuid4().hex
+        stream = _Stream(asyncio.get_running_loop())
+        self._commands.put(lambda: self._add(name, request, stream))
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.next()
+                finished = delta.finished
+                yield delta
+        finally:
+            if not finished:
+                self._commands.put(lambda: self._forget(name, stream))
+
+    def render_chat(self, messages: list[Message]) -> Prompt:
+        """As LLM.render_chat."""
+        return render_chat(self.tokenizer, messages)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request; its reader gets AbortedError. `False` if there is no such request."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[bool] = loop.create_future()
+
+        def command() -> None:
+            aborted = self._fail(request_id, AbortedError(f"request {request_id!r} was aborted"))
+            _call(loop, lambda: done.done() or done.set_result(aborted))
+
+        self._commands.put(command)
+        return await done
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._obey():
+            if not self._engine.has_work:
+                continue
+            try:
+                self._deliver(self._engine.step())
+            except Exception:
+                # The device's state is lost with the step; what else is here must live on.
+                logger.exception("a step failed; its requests are lost")
+                self._fail_all(EngineFailedError("the engine failed in a step, which is a bug; try again"))
+                self._engine.reset()
+
+    def _obey(self) -> bool:
+        """Carry out what callers asked for; wait for it if there is nothing else to do. `False` ends the loop."""
+        try:
+            while True:
+                command = self._commands.get(block=not self._engine.has_work)
+                if command is None:
+                    self._fail_all(AbortedError("the engine is closing"))
+                    return False
+                command()
+        except queue.Empty:
+            return True
+
+    def _add(self, request_id: str, request: PreparedRequest, stream: _Stream) -> None:
+        waiting = self._engine.stats().rows_waiting
+        try:
+            if waiting >= self._max_queued_requests:
+                raise QueueFullError(
+                    f"{waiting} requests wait already, the limit is {self._max_queued_requests}; try again later"
+                )
+            self._engine.add_request(request_id, request)
+        except JpagedError as error:
+            _call(stream.loop, stream.fail, error)
+        else:
+            self._streams[request_id] = stream
+
+    def _forget(self, request_id: str, stream: _Stream) -> None:
+        """End a request whose reader has gone; not another one that took its id since."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._engine.abort_request(request_id)
+
+    def _fail(self, request_id: str, error: JpagedError) -> bool:
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self._engine.abort_request(request_id)
+        _call(stream.loop, stream.fail, error)
+        return True
+
+    def _fail_all(self, error: JpagedError) -> None:
+        for request_id in list(self._streams):
+            self._fail(request_id, error)
+
+    def _deliver(self, deltas: list[OutputDelta]) -> None:
+        """Hand each event loop its deltas in one call."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, OutputDelta]]] = {}
+        for delta in deltas:
+            request_id = delta.request.request_id
+            stream = self._streams[request_id]
+            if delta.finished:
+                del self._streams[request_id]
+            by_loop.setdefault(stream.loop, []).append((stream, delta))
+        for loop, items in by_loop.items():
+            _call(loop, _push_all, items)
+
+
+def _push_all(items: list[tuple[_Stream, OutputDelta]]) -> None:
+    for stream, delta in items:
+        stream.push(delta)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:
+    """Call in another loop's thread; a loop that was closed has no readers left."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *arguments)

@@ -1,0 +1,138 @@
+"""Between the wire's messages and the engine's values."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jpaged.errors import InvalidRequestError
+from jpaged.request import CompletionOutput, Message, OutputDelta, Prompt, RequestOutput, SamplingParams
+from jpaged.v1 import inference_pb2 as pb
+
+# Fields of the wire's SamplingParams that the engine honours, under the same names.
+HONOURED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+)
+# The value with which a field that the engine cannot honour yet asks for nothing. Fields that are in neither list are
+# refused whenever they are set.
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "include_stop_str_in_output": False,
+    "spaces_between_special_tokens": True,
+    "priority": 0,
+    "cache_salt": "",
+    "skip_reading_prefix_cache": True,
+}
+_FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
+_FINISH_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
+
+
+def read_prompt(request: pb.GenerateRequest, render_chat: Callable[[list[Message]], Prompt]) -> Prompt:
+    """Raises InvalidRequestError if there is none, or the chat cannot be put into the model's template."""
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        return {"prompt_token_ids": list(request.token_ids.ids)}
+    if kind == "chat":
+        return render_chat(read_messages(request.chat))
+    raise InvalidRequestError("prompt is not set; give text, token_ids or chat")
+
+
+def read_messages(chat: pb.Chat) -> list[Message]:
+    """Raises InvalidRequestError for an empty conversation."""
+    if not chat.messages:
+        raise InvalidRequestError("chat.messages is empty; give at least one message")
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def read_sampling(message: pb.SamplingParams) -> SamplingParams:
+    """Raises InvalidRequestError for a value out of range, and for a field that cannot be honoured."""
+    values: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.name in HONOURED:
+            values[field.name] = tuple(value) if field.is_repeated else value
+        elif field.name not in NEUTRAL:
+            raise InvalidRequestError(
+                f"sampling.{field.name} is set, but this server does not support it; leave it out"
+            )
+        elif value != NEUTRAL[field.name]:
+            raise InvalidRequestError(
+                f"sampling.{field.name} is {value!r}, this server supports only {NEUTRAL[field.name]!r}; leave it out"
+            )
+    return SamplingParams(**values)
+
+
+def write_sampling(params: SamplingParams) -> pb.SamplingParams:
+    """The inverse of `read_sampling`."""
+    values = {name: getattr(params, name) for name in HONOURED}
+    return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
+
+
+def write_prompt(request: pb.GenerateRequest, prompt: Prompt | list[Message]) -> None:
+    """Put a text, token ids or a conversation into a request."""
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, dict):
+        request.token_ids.ids.extend(prompt["prompt_token_ids"])
+        request.token_ids.SetInParent()
+    else:
+        request.chat.messages.extend(pb.ChatMessage(**message) for message in prompt)
+        request.chat.SetInParent()
+
+
+def write_delta(delta: OutputDelta) -> pb.GenerateStreamResponse:
+    completion = pb.Completion(index=delta.index, text=delta.text, token_ids=delta.token_ids)
+    _write_finish(completion, delta.finish_reason, delta.stop_reason)
+    response = pb.GenerateStreamResponse(request_id=delta.request.request_id, delta=completion)
+    if delta.finished:
+        response.usage.CopyFrom(_usage(delta.request))
+    return response
+
+
+def write_output(output: RequestOutput) -> pb.GenerateResponse:
+    completions = []
+    for source in output.outputs:
+        completion = pb.Completion(index=source.index, text=source.text, token_ids=source.token_ids)
+        _write_finish(completion, source.finish_reason, source.stop_reason)
+        completions.append(completion)
+    return pb.GenerateResponse(request_id=output.request_id, completions=completions, usage=_usage(output))
+
+
+def read_completion(completion: pb.Completion) -> CompletionOutput:
+    stop_reason = completion.WhichOneof("stop_reason")
+    return CompletionOutput(
+        index=completion.index,
+        text=completion.text,
+        token_ids=list(completion.token_ids),
+        finish_reason=_FINISH_NAMES.get(completion.finish_reason),
+        stop_reason=None if stop_reason is None else getattr(completion, stop_reason),
+    )
+
+
+def _write_finish(completion: pb.Completion, finish_reason: str | None, stop_reason: int | str | None) -> None:
+    if finish_reason is not None:
+        completion.finish_reason = _FINISH_REASONS[finish_reason]
+    if isinstance(stop_reason, str):
+        completion.stop_string = stop_reason
+    elif stop_reason is not None:
+        completion.stop_token_id = stop_reason
+
+
+def _usage(output: RequestOutput) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=len(output.prompt_token_ids),
+        cached_tokens=output.num_cached_tokens,
+        generated_tokens=sum(len(completion.token_ids) for completion in output.outputs),
+    )

@@ -1,0 +1,165 @@
+"""The life of a server: listen, start the engine, serve, drain, stop."""
+
+import asyncio
+import logging
+import signal
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
+
+from jpaged.config import EngineConfig
+from jpaged.engine.async_llm import AsyncLLM
+from jpaged.errors import ConfigError
+from jpaged.serving.inference_service import InferenceService
+from jpaged.serving.prometheus import PrometheusObserver
+from jpaged.v1 import inference_pb2, inference_pb2_grpc
+
+logger = logging.getLogger(__name__)
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where and how to listen.
+
+    Attributes:
+        host, port: port 0 takes a free one, which the log names.
+        model_name: what clients may call the model.
+        max_queued_requests: requests that may wait for a row before more are refused.
+        max_message_bytes: of a request; larger ones are refused with RESOURCE_EXHAUSTED.
+        keepalive_seconds: how often an idle connection is probed.
+        drain_seconds: how long accepted requests may go on after SIGTERM.
+        metrics_port: Prometheus metrics over HTTP on the same host; `None` for none, 0 for a free port.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    model_name: str = ""
+    max_queued_requests: int = 1024
+    max_message_bytes: int = 16 << 20
+    keepalive_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    metrics_port: int | None = None
+
+
+class Server:
+    """One gRPC server and its engine. `run` is its whole life."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._service = InferenceService(config.model_name or engine_config.model)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Raises:
+            ConfigError: the port is taken, or the engine's configuration does not work.
+            ModelError: the model cannot be loaded.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        server = self._make_server()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.start()
+        try:
+            await self._serve()
+        finally:
+            await server.stop(grace=0)
+
+    def _make_server(self) -> grpc.aio.Server:
+        config = self._config
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+                ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same port
+            ]
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        address = f"{config.host}:{config.port}"
+        try:
+            port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error}; is the port in use? choose another --port"
+            ) from error
+        logger.info("listening on %s:%d", config.host, port)
+        return server
+
+    async def _serve(self) -> None:
+        observer = PrometheusObserver()
+        llm = await self._start_engine(observer)
+        if llm is None:
+            return
+        try:
+            metrics = self._start_metrics(observer, llm)
+            self._service.open(llm)
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            logger.info("ready after %.1f s", llm.stats().ready_seconds)
+            await self._stop.wait()
+            await self._drain()
+            if metrics is not None:
+                metrics.shutdown()
+        finally:
+            await asyncio.to_thread(llm.close)
+
+    async def _start_engine(self, observer: PrometheusObserver) -> AsyncLLM | None:
+        """Return the engine, or `None` if the server was told to stop meanwhile."""
+
+        def report(what: str, done: int, total: int) -> None:
+            logger.info("compiled %s (%d of %d)", what, done, total)
+
+        starting = asyncio.create_task(
+            asyncio.to_thread(
+                AsyncLLM,
+                self._engine_config.model,
+                max_queued_requests=self._config.max_queued_requests,
+                observer=observer,
+                report=report,
+                **self._engine_config.options(),
+            )
+        )
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            logger.info("told to stop while starting")
+            (await starting).close()
+            return None
+        stopping.cancel()
+        return starting.result()
+
+    def _start_metrics(self, observer: PrometheusObserver, llm: AsyncLLM):
+        port = self._config.metrics_port
+        if port is None:
+            return None
+        observer.watch(llm.stats)
+        try:
+            metrics, _ = start_http_server(port, self._config.host, registry=observer.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {self._config.host}:{port}: {error}; choose another --metrics-port"
+            ) from error
+        logger.info("metrics on http://%s:%d/metrics", self._config.host, metrics.server_port)
+        return metrics
+
+    async def _drain(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        logger.info("draining for at most %.0f s", self._config.drain_seconds)
+        if await self._service.drain(self._config.drain_seconds):
+            logger.info("drained")
+        else:
+            logger.warning("the drain time is over; ending what is left")
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
