@@ -60,7 +60,9 @@ class Inputs:
         """The reference's output, float32 [T, Hq, D], and pages."""
         batch, sinks = self.batch, self.options["sinks"]
         return attend_reference(
-            *(np.asarray(x) for x in (self.q, self.k, self.v)),
+            np.asarray(self.q),
+            np.asarray(self.k),
+            np.asarray(self.v),
             self.pages_k,
             self.pages_v,
             cu_q_lens=np.asarray(batch.cu_q_lens),
