@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import notes, progress_bar, start_llm
+from jpaged.cli.console import describe_engine, notes, progress_bar, start_llm
 from jpaged.cli.options import MODEL_HELP, with_engine_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
@@ -26,16 +26,27 @@ def batch(
     """
     run = BatchRun(input_path, output_path, model)
     if run.num_done:
-        notes.print(f"{run.num_done} of {run.num_lines} lines are answered already; going on.")
+        notes.print(
+            f"{output_path} answers {run.num_done} of {run.num_lines} lines already, from an earlier run;"
+            " remove it to begin anew."
+        )
     if run.num_done < run.num_lines:
-        llm = start_llm(config)
-        with progress_bar() as progress:
-            task = progress.add_task("Answering", total=run.num_lines, completed=run.num_done)
-            for _ in run.answer(llm.engine):
-                progress.advance(task)
-        notes.print(str(llm.stats()))
+        _answer(run, start_llm(config))
     if run.errors:
         raise InvalidRequestError(
-            f"{len(run.errors)} of {run.num_lines} lines failed, the others are answered; the first: {run.errors[0]}"
+            f"{len(run.errors)} of {run.num_lines} lines failed, the others are answered in {output_path};"
+            f" the first: {run.errors[0]}"
         )
     notes.print(f"All {run.num_lines} lines are answered in {output_path}.")
+
+
+def _answer(run: BatchRun, llm) -> None:
+    with progress_bar() as progress:
+        task = progress.add_task("Answering", total=run.num_lines, completed=run.num_done)
+        try:
+            for _ in run.answer(llm.engine):
+                progress.advance(task)
+        except KeyboardInterrupt:
+            notes.print("Stopped; what is answered is kept, and the same command goes on from there.")
+            raise
+    notes.print(describe_engine(llm.stats()))

@@ -1,6 +1,8 @@
 """`jpaged chat`: talk with a model in this process."""
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated
 
 import typer
@@ -24,8 +26,8 @@ def chat(
 ) -> None:
     """Talk with a model; answers stream."""
     llm = start_llm(config)
-    if llm.tokenizer is None:
-        raise InvalidRequestError(f"{model} has no tokenizer; chat needs one with a chat template")
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        raise InvalidRequestError(f"{model} has no chat template; try `jpaged generate` with a text")
     converse(_LocalSpeaker(llm, params), system, refusals=(JpagedError,))
 
 
@@ -37,10 +39,32 @@ class _LocalSpeaker:
 
     def answer(self, messages: list[Message]) -> Iterator[str]:
         pages_peak = 0
-        for delta in self._llm.stream(self._llm.render_chat(messages), self._params):
-            pages_peak = max(pages_peak, self._llm.stats().pages_used)
-            self._description = describe_answer(delta.request, self._llm.stats(), pages_peak)
-            yield delta.text
+        stream = self._llm.stream(self._llm.render_chat(messages), self._params)
+        with closing(stream), _interrupts_noted() as interrupted:
+            for delta in stream:
+                pages_peak = max(pages_peak, self._llm.stats().pages_used)
+                self._description = describe_answer(delta.request, self._llm.stats(), pages_peak)
+                yield delta.text
+                if interrupted():
+                    raise KeyboardInterrupt
 
     def describe(self) -> str:
         return self._description
+
+
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Only note the first Ctrl-C: one that broke into a step would leave the engine's books wrong."""
+    noted = False
+
+    def note(*_: object) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+
+    earlier = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        signal.signal(signal.SIGINT, earlier)

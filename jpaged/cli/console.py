@@ -52,7 +52,19 @@ def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) 
             f"time to first token {_time_to_first_token(output.times):.3f} s,"
             f" then {_decode_rate(output.times, num_tokens)}",
             f"pages: {pages_peak} used at most, {stats.pages_free} of {stats.pages_total} free now",
-            f"compiled shapes: {stats.buckets}, compilations after ready: {stats.compilations_after_ready}",
+            _describe_compilations(stats),
+        )
+    )
+
+
+def describe_engine(stats: EngineStats) -> str:
+    """Return what happened to many requests, in a few lines."""
+    return "\n".join(
+        (
+            f"{stats.steps} steps, {stats.preemptions} preemptions",
+            f"pages: {stats.pages_free} of {stats.pages_total} free now;"
+            f" token slots used of those allocated: {stats.kv_utilisation:.1%}",
+            _describe_compilations(stats),
         )
     )
 
@@ -60,6 +72,10 @@ def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) 
 def write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _describe_compilations(stats: EngineStats) -> str:
+    return f"compiled shapes: {stats.buckets}, compilations after ready: {stats.compilations_after_ready}"
 
 
 def _time_to_first_token(times: RequestTimes) -> float:

@@ -1,6 +1,8 @@
 """A conversation in the terminal, whoever answers."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Protocol
 
 from jpaged.cli.console import notes, write_text
@@ -31,7 +33,7 @@ def converse(speaker: Speaker, system: str | None, refusals: tuple[type[Exceptio
     notes.print(_HELP)
     while True:
         try:
-            text = input("> ").strip()
+            text = _read_turn().strip()
         except (EOFError, KeyboardInterrupt):
             notes.print()
             return
@@ -45,6 +47,18 @@ def converse(speaker: Speaker, system: str | None, refusals: tuple[type[Exceptio
             notes.print(_HELP)
         elif text:
             messages = _take_turn(speaker, messages, text, refusals)
+
+
+def _read_turn() -> str:
+    """Ask on the terminal, if there is one; nothing but answers goes to standard output."""
+    if not sys.stdin.isatty():
+        return input()
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives `input` line editing and a history
+    if sys.stdout.isatty():
+        return input("> ")
+    notes.print("> ", end="")
+    return input()
 
 
 def _take_turn(
@@ -62,7 +76,7 @@ def _take_turn(
         pieces.close()  # type: ignore[attr-defined]
         write_text(" ... stopped")
     except refusals as error:
-        notes.print(str(error), style="red")
+        notes.print(f"{error} (this turn is forgotten; /reset forgets the others)", style="red")
         return messages
     write_text("\n")
     return [*asked, {"role": "assistant", "content": answer}]

@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import describe_answer, notes, start_llm, write_text
+from jpaged.cli.console import describe_answer, describe_engine, notes, progress_bar, start_llm, write_text
 from jpaged.cli.options import MODEL_HELP, with_engine_options, with_sampling_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
-from jpaged.request import Prompt, SamplingParams
+from jpaged.request import Prompt, RequestOutput, SamplingParams
 
 
 @with_engine_options
 @with_sampling_options
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, one is read from stdin.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, stdin is one.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt through the model's chat template.")] = False,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are JSON lists of token ids.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say what happened afterwards.")] = False,
@@ -25,30 +25,54 @@ def generate(
     config: EngineConfig,
     params: SamplingParams,
 ) -> None:
-    """Generate text for prompts. One prompt streams token by token; several run together."""
-    texts = prompts or [sys.stdin.read()]
+    """Generate text for prompts.
+
+    One prompt streams token by token. Several run together and are printed as JSON objects, one a line.
+    """
+    if chat and token_ids:
+        raise InvalidRequestError("--chat makes prompts of texts and --token-ids takes token ids; give one of them")
+    texts = prompts or [_read_stdin()]
+    given: list[Prompt] = [_read_token_ids(text) if token_ids else text for text in texts]
     llm = start_llm(config)
-    ready: list[Prompt] = [_make_prompt(llm, text, chat, token_ids) for text in texts]
-    if len(ready) == 1:
-        _stream(llm, ready[0], params, stats)
+    if chat:
+        given = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
+    if len(given) == 1:
+        _stream(llm, given[0], params, stats)
         return
-    for text, output in zip(texts, llm.generate(ready, params), strict=True):
-        print(
-            json.dumps(
-                {"prompt": text, "text": output.outputs[0].text, "finish_reason": output.outputs[0].finish_reason}
-            )
-        )
+    for text, output in zip(texts, _generate(llm, given, params), strict=True):
+        completion = output.outputs[0]
+        answer = {"prompt": text, "text": completion.text, "finish_reason": completion.finish_reason}
+        if llm.tokenizer is None:
+            answer["token_ids"] = completion.token_ids
+        print(json.dumps(answer, ensure_ascii=False))
     if stats:
-        notes.print(str(llm.stats()))
+        notes.print(describe_engine(llm.stats()))
 
 
-def _make_prompt(llm, text: str, chat: bool, token_ids: bool) -> Prompt:
-    if token_ids:
-        try:
-            return {"prompt_token_ids": json.loads(text)}
-        except json.JSONDecodeError as error:
-            raise InvalidRequestError(f"the prompt is no JSON list of token ids ({error}): {text[:80]!r}") from error
-    return llm.render_chat([{"role": "user", "content": text}]) if chat else text
+def _read_stdin() -> str:
+    """Standard input without the line end that `echo` and editors put there."""
+    if sys.stdin.isatty():
+        notes.print("Reading the prompt from the terminal; Ctrl-D on a line of its own ends it.")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is no text: {error}") from error
+
+
+def _read_token_ids(text: str) -> Prompt:
+    try:
+        token_ids = json.loads(text)
+    except ValueError:
+        token_ids = None
+    if not isinstance(token_ids, list):
+        raise InvalidRequestError(f"the prompt is no JSON list of token ids such as [1, 2, 3]: {text[:80]!r}")
+    return {"prompt_token_ids": token_ids}
+
+
+def _generate(llm, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
+    with progress_bar() as progress:
+        task = progress.add_task("Generating", total=len(prompts))
+        return llm.generate(prompts, params, on_delta=lambda delta: progress.advance(task, delta.finished))
 
 
 def _stream(llm, prompt: Prompt, params: SamplingParams, stats: bool) -> None:

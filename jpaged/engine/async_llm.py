@@ -10,7 +10,8 @@ import queue
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,10 @@ from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, Sampli
 
 logger = logging.getLogger(__name__)
 MAX_BUFFERED_DELTAS = 64
+
+
+class EngineClosedError(AbortedError):
+    """The engine was closed before the request was done; another engine may serve it."""
 
 
 class _Stream:
@@ -85,6 +90,8 @@ class AsyncLLM:
         self._engine = Engine(EngineConfig.from_options(model, options), report, observer)
         self._streams: dict[str, _Stream] = {}  # belongs to the engine's thread
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._send_lock = threading.Lock()  # nothing is put into the queue once `_closed` is set
         self._thread = threading.Thread(target=self._run, name="jpaged-engine", daemon=True)
         self._thread.start()
 
@@ -101,20 +108,21 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[OutputDelta]:
+    ) -> AsyncGenerator[OutputDelta]:
         """Yield what each step adds to a request; the last delta is `finished`. Closing the iterator ends the work.
 
         Raises:
             InvalidRequestError, CapacityError: the request is refused.
             QueueFullError: too many requests wait.
             AbortedError: `abort` ended it.
+            EngineClosedError: `close` ended it, or came before it.
             EngineFailedError: a bug.
         """
         # Tokenizing a long text takes milliseconds: neither the event loop nor the engine waits for it.
         request = await asyncio.to_thread(self._engine.prepare, prompt, params or SamplingParams())
         name = request_id or uuid.uuid4().hex
         stream = _Stream(asyncio.get_running_loop())
-        self._commands.put(lambda: self._add(name, request, stream))
+        self._send(lambda: self._add(name, request, stream))
         finished = False
         try:
             while not finished:
@@ -123,7 +131,8 @@ class AsyncLLM:
                 yield delta
         finally:
             if not finished:
-                self._commands.put(lambda: self._forget(name, stream))
+                with suppress(EngineClosedError):
+                    self._send(lambda: self._forget(name, stream))
 
     def render_chat(self, messages: list[Message]) -> Prompt:
         """As LLM.render_chat."""
@@ -138,7 +147,7 @@ class AsyncLLM:
             aborted = self._fail(request_id, AbortedError(f"request {request_id!r} was aborted"))
             _call(loop, lambda: done.done() or done.set_result(aborted))
 
-        self._commands.put(command)
+        self._send(command)
         return await done
 
     def close(self) -> None:
@@ -146,17 +155,40 @@ class AsyncLLM:
         self._commands.put(None)
         self._thread.join()
 
+    def _send(self, command: Callable[[], None]) -> None:
+        """Let the engine's thread carry out a command; it will, unless this raises EngineClosedError."""
+        with self._send_lock:
+            if self._closed:
+                raise EngineClosedError("the engine is closed; use another one")
+            self._commands.put(command)
+
     def _run(self) -> None:
-        while self._obey():
-            if not self._engine.has_work:
-                continue
-            try:
+        try:
+            while self._turn():
+                pass
+        finally:
+            # Also if the engine could not recover: nobody may wait for a thread that has ended.
+            with self._send_lock:
+                self._closed = True
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is not None:
+                    command()
+            self._fail_all(EngineClosedError("the engine is closing; use another one"))
+
+    def _turn(self) -> bool:
+        """Carry out what callers asked for, then one step. `False` ends the loop."""
+        try:
+            if not self._obey():
+                return False
+            if self._engine.has_work:
                 self._deliver(self._engine.step())
-            except Exception:
-                # The device's state is lost with the step; what else is here must live on.
-                logger.exception("a step failed; its requests are lost")
-                self._fail_all(EngineFailedError("the engine failed in a step, which is a bug; try again"))
-                self._engine.reset()
+        except Exception:
+            # The device's state is lost with the step; what else is here must live on.
+            logger.exception("a step failed; its requests are lost")
+            self._fail_all(_engine_failed())
+            self._engine.reset()
+        return True
 
     def _obey(self) -> bool:
         """Carry out what callers asked for; wait for it if there is nothing else to do. `False` ends the loop."""
@@ -164,7 +196,6 @@ class AsyncLLM:
             while True:
                 command = self._commands.get(block=not self._engine.has_work)
                 if command is None:
-                    self._fail_all(AbortedError("the engine is closing"))
                     return False
                 command()
         except queue.Empty:
@@ -180,6 +211,9 @@ class AsyncLLM:
             self._engine.add_request(request_id, request)
         except JpagedError as error:
             _call(stream.loop, stream.fail, error)
+        except Exception:
+            _call(stream.loop, stream.fail, _engine_failed())
+            raise
         else:
             self._streams[request_id] = stream
 
@@ -221,5 +255,9 @@ def _push_all(items: list[tuple[_Stream, OutputDelta]]) -> None:
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., Any], *arguments: Any) -> None:
     """Call in another loop's thread; a loop that was closed has no readers left."""
-    if not loop.is_closed():
+    with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
+
+
+def _engine_failed() -> EngineFailedError:
+    return EngineFailedError("the engine failed in a step, which is a bug; try again")

@@ -4,15 +4,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import grpc
 
-from jpaged.engine.async_llm import AsyncLLM
+from jpaged.engine.async_llm import AsyncLLM, EngineClosedError
 from jpaged.errors import (
     AbortedError,
     CapacityError,
@@ -32,6 +32,7 @@ STATUS_OF_ERROR: dict[type[JpagedError], grpc.StatusCode] = {
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     AbortedError: grpc.StatusCode.CANCELLED,
+    EngineClosedError: grpc.StatusCode.UNAVAILABLE,
     EngineFailedError: grpc.StatusCode.INTERNAL,
 }
 RETRY_AFTER_KEY = "retry-after-ms"
@@ -59,7 +60,7 @@ class _CallLog:
 
     def write(self) -> None:
         logger.info(
-            "request %s: %s, %d prompt tokens, %d generated, %.3f s",
+            "request %.200r: %s, %d prompt tokens, %d generated, %.3f s",
             self.request_id,
             self.outcome,
             self.prompt_tokens,
@@ -98,9 +99,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return True
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with self._call(request, context) as log:
+        async with self._call(request, context) as log, aclosing(self._deltas(request, log)) as deltas:
             last: OutputDelta | None = None
-            async for delta in self._deltas(request, log):
+            async for delta in deltas:
                 last = delta
             assert last is not None
             return write_output(last.request)
@@ -109,8 +110,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def GenerateStream(
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        async with self._call(request, context) as log:
-            async for delta in self._deltas(request, log):
+        async with self._call(request, context) as log, aclosing(self._deltas(request, log)) as deltas:
+            async for delta in deltas:
                 yield write_delta(delta)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -135,6 +136,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         deadline_seconds = context.time_remaining()
         self._num_active += 1
         self._idle.clear()
+        context.add_done_callback(lambda _: self._call_done())  # type: ignore[arg-type]
         try:
             with _as_status(log):
                 async with asyncio.timeout(deadline_seconds):
@@ -142,29 +144,35 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except _StatusError as error:
             await _abort(context, error)
         finally:
-            self._num_active -= 1
-            if not self._num_active:
-                self._idle.set()
+            # When the deadline has passed, grpc's own cancellation may come first.
+            if log.outcome == "CANCELLED" and deadline_seconds is not None and not context.time_remaining():
+                log.outcome = "DEADLINE_EXCEEDED"
             log.write()
 
-    async def _deltas(self, request: pb.GenerateRequest, log: _CallLog) -> AsyncIterator[OutputDelta]:
+    def _call_done(self) -> None:
+        """Called when a call's last message and its status are out, so that draining cuts none off."""
+        self._num_active -= 1
+        if not self._num_active:
+            self._idle.set()
+
+    async def _deltas(self, request: pb.GenerateRequest, log: _CallLog) -> AsyncGenerator[OutputDelta]:
         llm = self._open_llm(request.model)
         if self._state == pb.SERVER_STATE_DRAINING:
             raise _StatusError(grpc.StatusCode.UNAVAILABLE, "the server is draining; use another one")
         params = read_sampling(request.sampling)
         prompt = await asyncio.to_thread(read_prompt, request, llm.render_chat)
-        stream = llm.generate(prompt, params, log.request_id)
-        try:
+        async with aclosing(llm.generate(prompt, params, log.request_id)) as stream:
             async for delta in stream:
                 log.prompt_tokens = len(delta.request.prompt_token_ids)
                 log.generated_tokens += len(delta.token_ids)
                 yield delta
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         llm = self._open_llm(request.model)
-        if request.WhichOneof("input") == "chat":
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidRequestError("input is not set; give text or chat")
+        if kind == "chat":
             rendered = await asyncio.to_thread(llm.render_chat, read_messages(request.chat))
             assert isinstance(rendered, dict)
             return pb.TokenizeResponse(token_ids=rendered["prompt_token_ids"])

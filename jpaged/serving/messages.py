@@ -20,6 +20,8 @@ HONOURED = (
     "detokenize",
     "skip_special_tokens",
 )
+# What max_tokens says on the wire to go on to the context's end.
+UNLIMITED_TOKENS = -1
 # The value with which a field that the engine cannot honour yet asks for nothing. Fields that are in neither list are
 # refused whenever they are set.
 NEUTRAL: dict[str, Any] = {
@@ -71,12 +73,16 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
             raise InvalidRequestError(
                 f"sampling.{field.name} is {value!r}, this server supports only {NEUTRAL[field.name]!r}; leave it out"
             )
+    if values.get("max_tokens") == UNLIMITED_TOKENS:
+        values["max_tokens"] = None
     return SamplingParams(**values)
 
 
 def write_sampling(params: SamplingParams) -> pb.SamplingParams:
     """The inverse of `read_sampling`."""
     values = {name: getattr(params, name) for name in HONOURED}
+    if params.max_tokens is None:
+        values["max_tokens"] = UNLIMITED_TOKENS  # unset means the default
     return pb.SamplingParams(**{name: value for name, value in values.items() if value is not None})
 
 

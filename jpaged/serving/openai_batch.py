@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeGuard
 
 from jpaged.engine.engine import Engine
 from jpaged.engine.llm import render_chat
@@ -41,6 +41,21 @@ _ONLY_DEFAULT = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
 }
+_KINDS: dict[str, tuple[type, str]] = {
+    "stop_token_ids": (list, "a list of token ids"),
+    "ignore_eos": (bool, "true or false"),
+}
+_ANSWER_START = '{"id": "batch_req_'  # of every line written here
+
+
+@dataclass(frozen=True, slots=True)
+class _InputLine:
+    """A line that has no answer yet. `repeats` says that an earlier line has the same custom id."""
+
+    number: int
+    text: str
+    custom_id: str | None
+    repeats: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +80,29 @@ class BatchRun:
         errors: messages of the lines that failed in this run.
 
     Raises:
-        InvalidRequestError: the input cannot be read.
+        InvalidRequestError: the input cannot be read, the output cannot be written, or it is no batch file; it is left
+            as it was then.
     """
 
     def __init__(self, input_path: Path, output_path: Path, model_name: str) -> None:
-        try:
-            lines = input_path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(f"cannot read the batch file {input_path}: {error}") from error
-        if output_path.exists() and output_path.samefile(input_path):
-            raise InvalidRequestError(f"{output_path} is the input file; give the answers a file of their own")
-        self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        lines = _read_lines(input_path)
+        answered = _keep_answers(output_path, input_path)
         self._output_path = output_path
         self._model_name = model_name
-        self._done = _keep_answers(output_path)
-        self.num_lines = len(self._lines)
-        self.num_done = sum(_custom_id(line) in self._done for _, line in self._lines)
+        self._todo: list[_InputLine] = []
+        self.num_lines = self.num_done = 0
         self.errors: list[str] = []
+        met: set[str] = set()
+        for number, text in lines:
+            custom_id = _custom_id(text)
+            repeats = custom_id in met
+            self.num_lines += 1
+            if custom_id in answered and not repeats:
+                self.num_done += 1
+            else:
+                self._todo.append(_InputLine(number, text, custom_id, repeats))
+            if custom_id is not None:
+                met.add(custom_id)
 
     def answer(self, engine: Engine) -> Iterator[str]:
         """Answer what is not answered yet; yield each custom id (or line number) as its line is written.
@@ -90,53 +111,45 @@ class BatchRun:
         """
         self.errors.clear()
         active: dict[str, BatchLine] = {}
-        waiting = self._todo()
-        seen: set[str] = set(self._done)
+        waiting = iter(self._todo)
         limit = _QUEUED_PER_ROW * engine.parts.config.max_num_seqs
-        with self._output_path.open("a", encoding="utf-8") as output:
+        with _open_output(self._output_path) as output:
             try:
                 while True:
-                    while len(active) < limit and (entry := next(waiting, None)) is not None:
-                        error = self._submit(engine, *entry, active, seen)
+                    while len(active) < limit and (line := next(waiting, None)) is not None:
+                        error = self._submit(engine, line, active)
                         if error is not None:
                             _write(output, error)
-                            yield error["custom_id"] or f"line {entry[0]}"
+                            yield line.custom_id or f"line {line.number}"
                     if not active:
                         return
-                    for delta in engine.step():
-                        if delta.finished:
-                            line = active.pop(delta.request.request_id)
-                            _write(output, _answer(line, delta.request, self._model_name))
-                            yield line.custom_id
+                    finished = [delta.request for delta in engine.step() if delta.finished]
+                    for result in finished:  # all are written before the caller may stop
+                        _write(output, _answer(active.pop(result.request_id), result, self._model_name, engine))
+                    yield from (result.request_id for result in finished)
             finally:
                 for request_id in active:
                     engine.abort_request(request_id)
 
-    def _todo(self) -> Iterator[tuple[int, str]]:
-        return ((number, line) for number, line in self._lines if _custom_id(line) not in self._done)
-
-    def _submit(
-        self, engine: Engine, number: int, text: str, active: dict[str, BatchLine], seen: set[str]
-    ) -> dict[str, Any] | None:
+    def _submit(self, engine: Engine, line: _InputLine, active: dict[str, BatchLine]) -> dict[str, Any] | None:
         """Queue a line; return the error to write if it cannot be served."""
         try:
-            line = parse_line(text, engine)
-            if line.custom_id in seen:
+            request = parse_line(line.text, engine)
+            if line.repeats:
                 raise InvalidRequestError(
-                    f"custom_id {line.custom_id!r} stands on an earlier line too; give each its own"
+                    f"custom_id {request.custom_id!r} stands on an earlier line too; give each its own"
                 )
-            engine.add_request(line.custom_id, engine.prepare(line.prompt, line.params))
+            engine.add_request(request.custom_id, engine.prepare(request.prompt, request.params))
         except JpagedError as error:
-            message = f"line {number}: {error}"
+            message = f"line {line.number}: {error}"
             self.errors.append(message)
             return {
-                "id": f"batch_req_{number}",
-                "custom_id": _custom_id(text),
+                "id": f"batch_req_{line.number}",
+                "custom_id": line.custom_id,
                 "response": None,
                 "error": {"code": "invalid_request", "message": message},
             }
-        seen.add(line.custom_id)
-        active[line.custom_id] = line
+        active[request.custom_id] = request
         return None
 
 
@@ -147,8 +160,8 @@ def parse_line(text: str, engine: Engine) -> BatchLine:
         InvalidRequestError: it is no JSON object, lacks a field, or asks for something that cannot be honoured.
     """
     try:
-        request = json.loads(text)
-    except json.JSONDecodeError as error:
+        request = _parse_json(text)
+    except ValueError as error:
         raise InvalidRequestError(f"this is no JSON ({error}): {text[:80]!r}") from error
     if not isinstance(request, dict) or not isinstance(request.get("body"), dict):
         raise InvalidRequestError('a request is an object {"custom_id": ..., "url": ..., "body": {...}}')
@@ -180,25 +193,32 @@ def _read_prompt(body: dict[str, Any]) -> Prompt:
 
 def _read_params(body: dict[str, Any], url: str) -> SamplingParams:
     values: dict[str, Any] = {"max_tokens": None} if url == CHAT_URL else {}
+    if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
+        raise InvalidRequestError("body.max_tokens and body.max_completion_tokens say the same; give one of them")
     for name, value in body.items():
         if name in _WITHOUT_EFFECT or value is None:
             continue
+        kind, description = _KINDS.get(name, (object, ""))
+        if not isinstance(value, kind):
+            raise InvalidRequestError(f"body.{name} is {value!r}, it must be {description}")
         if name in _SAMPLING_FIELDS:
             values[_SAMPLING_FIELDS[name]] = value
         elif name not in _ONLY_DEFAULT:
             known = sorted({*_SAMPLING_FIELDS, *_WITHOUT_EFFECT})
             raise InvalidRequestError(f"body.{name} is not supported; supported are {', '.join(known)}")
-        elif value != _ONLY_DEFAULT[name]:
+        elif value != _ONLY_DEFAULT[name] or isinstance(value, bool) != isinstance(_ONLY_DEFAULT[name], bool):
             raise InvalidRequestError(f"body.{name} is {value!r}, only {_ONLY_DEFAULT[name]!r} is supported")
     return SamplingParams(**values)
 
 
-def _answer(line: BatchLine, output: RequestOutput, model_name: str) -> dict[str, Any]:
+def _answer(line: BatchLine, output: RequestOutput, model_name: str, engine: Engine) -> dict[str, Any]:
     completion = output.outputs[0]
     is_chat = line.url == CHAT_URL
     content: dict[str, Any] = (
         {"message": {"role": "assistant", "content": completion.text}} if is_chat else {"text": completion.text}
     )
+    if engine.tokenizer is None:  # the format has no field for token ids, but there is no text
+        content["token_ids"] = completion.token_ids
     body = {
         "id": output.request_id,
         "object": "chat.completion" if is_chat else "text_completion",
@@ -221,37 +241,87 @@ def _write(output: Any, answer: dict[str, Any]) -> None:
     output.flush()
 
 
+def _parse_json(text: str) -> Any:
+    """Raises ValueError for everything that is no JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def _custom_id(line: str) -> str | None:
     """The custom id of a line, if it is a line that can have one."""
     try:
-        custom_id = json.loads(line).get("custom_id")
-    except (json.JSONDecodeError, AttributeError):
+        custom_id = _parse_json(line).get("custom_id")
+    except (ValueError, AttributeError):
         return None
     return custom_id if isinstance(custom_id, str) else None
 
 
-def _keep_answers(path: Path) -> set[str]:
-    """Reduce the output file to its answers; return their custom ids. The file is replaced in one move."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return set()
-    answered: dict[str, str] = {}
+def _read_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
+    try:
+        # A byte that is no UTF-8 spoils its own line, no more.
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        raise InvalidRequestError(f"cannot read the batch file {path}: {error.strerror}") from error
     # Not splitlines: JSON texts may hold characters that it takes for line ends.
-    lines = path.read_text(encoding="utf-8").split("\n")
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _open_output(path: Path) -> IO[str]:
+    # A lone surrogate, which JSON can spell and UTF-8 cannot, is written as JSON spells it: \\udXXX.
+    return path.open("a", encoding="utf-8", errors="backslashreplace")
+
+
+def _keep_answers(path: Path, input_path: Path) -> set[str]:
+    """Reduce the output file to its answers, or begin it; return their custom ids.
+
+    Raises:
+        InvalidRequestError: the file cannot be written, or holds something else; it is left as it was.
+    """
+    path = path.resolve()  # a link stays one
+    try:
+        if path.exists() and path.samefile(input_path):
+            raise InvalidRequestError(f"{path} is the input file; give the answers a file of their own")
+        if path.exists() and not path.is_file():
+            raise InvalidRequestError(f"{path} is no regular file; an interrupted run could not go on in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _open_output(path).close()  # fails now rather than after the model is loaded
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        answered = _read_answers(path, text)
+        kept = "".join(line + "\n" for line in answered.values())
+        if kept != text:
+            temporary = path.with_name(path.name + ".tmp")
+            temporary.write_text(kept, encoding="utf-8", errors="surrogateescape")
+            os.replace(temporary, path)
+    except OSError as error:
+        raise InvalidRequestError(f"cannot write the answers to {path}: {error.strerror}") from error
+    return set(answered)
+
+
+def _read_answers(path: Path, text: str) -> dict[str, str]:
+    """Custom id -> line, for every answer in the text of an output file."""
+    answered: dict[str, str] = {}
+    lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            answer = json.loads(line)
-        except json.JSONDecodeError:
-            if number >= len(lines) - 1:
-                continue  # empty, or cut short by the interruption
+            answer = _parse_json(line)
+        except ValueError:
+            if number == len(lines) and (line.startswith(_ANSWER_START) or _ANSWER_START.startswith(line)):
+                break  # empty, or cut short by the interruption
             answer = None
-        if not isinstance(answer, dict) or not {"custom_id", "response", "error"} <= set(answer):
+        if not _is_answer(answer):
             raise InvalidRequestError(
                 f"line {number} of {path} is no batch answer; give the answers a file of their own"
             )
         if answer["response"] is not None:
             answered[answer["custom_id"]] = line
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(line + "\n" for line in answered.values()), encoding="utf-8")
-    os.replace(temporary, path)
-    return set(answered)
+    return answered
+
+
+def _is_answer(value: Any) -> TypeGuard[dict[str, Any]]:
+    if not isinstance(value, dict) or not {"custom_id", "response", "error"} <= set(value):
+        return False
+    # What failed may have been a line without a custom id.
+    return isinstance(value["custom_id"], str) or value["custom_id"] is value["response"] is None

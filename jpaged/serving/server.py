@@ -3,9 +3,13 @@
 import asyncio
 import logging
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
@@ -19,6 +23,7 @@ from jpaged.v1 import inference_pb2, inference_pb2_grpc
 
 logger = logging.getLogger(__name__)
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+LAST_STATUS_SECONDS = 1.0  # for telling clients that their requests were ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,13 @@ class Server:
     def _make_server(self) -> grpc.aio.Server:
         config = self._config
         server = grpc.aio.server(
+            interceptors=[_RefuseMalformed()],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.keepalive_time_ms", int(config.keepalive_seconds * 1000)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5000),
                 ("grpc.so_reuseport", 0),  # a port in use is an error, not a second server behind the same port
-            ]
+            ],
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(self._service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -107,9 +113,9 @@ class Server:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info("ready after %.1f s", llm.stats().ready_seconds)
             await self._stop.wait()
-            await self._drain()
+            await self._drain(llm)
             if metrics is not None:
-                metrics.shutdown()
+                await asyncio.to_thread(metrics.shutdown)
         finally:
             await asyncio.to_thread(llm.close)
 
@@ -152,14 +158,48 @@ class Server:
         logger.info("metrics on http://%s:%d/metrics", self._config.host, metrics.server_port)
         return metrics
 
-    async def _drain(self) -> None:
+    async def _drain(self, llm: AsyncLLM) -> None:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         logger.info("draining for at most %.0f s", self._config.drain_seconds)
         if await self._service.drain(self._config.drain_seconds):
             logger.info("drained")
         else:
             logger.warning("the drain time is over; ending what is left")
+            await asyncio.to_thread(llm.close)
+            await self._service.drain(LAST_STATUS_SECONDS)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
+
+
+class _RefuseMalformed(grpc.aio.ServerInterceptor):
+    """Answers bytes that are no message with INVALID_ARGUMENT; grpc itself takes them for a bug of the server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{SERVICE_NAME}/"):  # type: ignore[attr-defined]
+            return handler
+
+        async def parse(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request is no valid message: {error}")
+
+        async def answer(data: bytes, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await parse(data, context), context)
+
+        async def stream(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async with aclosing(handler.unary_stream(await parse(data, context), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        serializer = handler.response_serializer
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, None, serializer)
+        return grpc.unary_unary_rpc_method_handler(answer, None, serializer)
