@@ -89,7 +89,7 @@ def build(case: Case, seed: int = 0) -> Inputs:
     num_seqs = len(case.sequences)
     rows = max(num_seqs, case.padded_sequences)
     ids = rng.permutation(num_pages)
-    table = rng.integers(0, num_pages + 1, (rows, max(pages_of + [case.padded_table])))
+    table = rng.integers(0, num_pages + 1, (rows, max([*pages_of, case.padded_table])))
     shape = (case.num_layers, num_pages + 1, page_size, case.num_kv_heads, case.head_dim)
     pages_k = np.full(shape, np.nan, dtype)
     pages_v = np.full(shape, np.nan, dtype)
@@ -153,7 +153,7 @@ SMOL = Case(
 SMOL_MIXED = replace(
     SMOL,
     name="smollm2-mixed",
-    sequences=SMOL.sequences[:56] + ((0, 200), (100, 156), (0, 100)),
+    sequences=(*SMOL.sequences[:56], (0, 200), (100, 156), (0, 100)),
     padded_sequences=64,
     padded_tokens=512,
 )

@@ -1,5 +1,6 @@
 """Paged attention in XLA against the reference: every case, and how the engine will use it."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -241,7 +242,7 @@ def test_chunks_and_decode_give_what_one_prefill_gives() -> None:
 
     def serve(edges: list[int], rows: int) -> np.ndarray:
         pages, outs = ATTENTION.make_pages(spec), []
-        for start, end in zip(edges, edges[1:], strict=False):
+        for start, end in itertools.pairwise(edges):
             spare = ((0, rows - (end - start)), (0, 0), (0, 0))
             span_q, span_k, span_v = (np.pad(x[start:end], spare) for x in (q, k, v))
             out, pages = serve_span(span_q, span_k, span_v, pages, start, end)
