@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from jpaged.errors import CapacityError, ConfigError, InvalidRequestError, JpagedError, ModelError
-from jpaged.request import CompletionOutput, RequestOutput, SamplingParams
+from jpaged.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from jpaged.engine.async_llm import AsyncLLM
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",

@@ -6,8 +6,8 @@ from typing import Any
 from jpaged.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float32")
-POLICIES = ("fcfs",)
-PREEMPTIONS = ("auto", "recompute")
+POLICIES = ("fcfs", "priority")
+PREEMPTIONS = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,12 @@ class EngineConfig:
         num_pages: pages in the device pool; `None` sizes the pool by `kv_memory_fraction`.
         kv_memory_fraction: share of the memory left after the weights that pages may take; `None` takes 0.9 on an
             accelerator and 0.2 on a CPU, which other programs share.
-        preemption: what happens to a sequence that must give way; "auto" picks per sequence.
-        policy: who runs next.
+        enable_prefix_caching: keep full pages of what was computed, and use them for requests that begin the same.
+        host_tier_gib: host memory for pages that leave the device: swapped-out requests, evicted prefixes.
+        max_pinned_fraction: share of the pool that pinned prefixes may take.
+        preemption: what happens to a request that must give way: its pages are swapped to the host tier, or dropped
+            and computed again; "auto" takes what is cheaper by measured rates.
+        policy: who runs next: "fcfs" (first come, first served) or "priority".
         overlap: plan the next step while the device runs this one.
         seed: seeds the noise of requests that bring no seed of their own; `None` takes fresh entropy.
         tensor_parallel_size: devices that share each layer.
@@ -39,6 +43,9 @@ class EngineConfig:
     page_size: int | None = None
     num_pages: int | None = None
     kv_memory_fraction: float | None = None
+    enable_prefix_caching: bool = True
+    host_tier_gib: float = 0.0
+    max_pinned_fraction: float = 0.5
     preemption: str = "auto"
     policy: str = "fcfs"
     overlap: bool = True
@@ -58,6 +65,12 @@ class EngineConfig:
         fraction = self.kv_memory_fraction
         if fraction is not None and not 0 < fraction <= 1:
             raise ConfigError(f"kv_memory_fraction is {fraction!r}, it must be above 0 and at most 1")
+        if not 0 <= self.max_pinned_fraction < 1:
+            raise ConfigError(f"max_pinned_fraction is {self.max_pinned_fraction!r}, it must be at least 0 and below 1")
+        if not 0 <= self.host_tier_gib < float("inf"):
+            raise ConfigError(f"host_tier_gib is {self.host_tier_gib!r}, it must be at least 0")
+        if self.preemption == "swap" and self.host_tier_gib == 0:
+            raise ConfigError('preemption is "swap" and host_tier_gib is 0; give the host tier some memory')
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":

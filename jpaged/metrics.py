@@ -11,9 +11,14 @@ class EngineStats:
 
     Attributes:
         pages_total, pages_free, pages_used: of the device pool; the scratch page is not counted.
-        pages_cached: pages that no sequence owns but whose contents may be used again.
+        pages_cached: pages that no sequence owns but whose contents may be used again; they are given away when the
+            free ones run out.
+        pages_pinned: pages that are kept until they are unpinned; they count as used.
+        host_pages_total, host_pages_used, host_pages_cached: of the host tier.
         rows_running, rows_waiting: sequences in a row, and sequences that wait for one.
-        preemptions: how often a sequence had to give its pages back, since the start.
+        preemptions: how often a request had to give its pages back, since the start.
+        preemptions_swap, preemptions_recompute: of them, by copying the pages to the host tier and by dropping them.
+        prefix_cache_queries_tokens, prefix_cache_hits_tokens: prompt tokens looked up in the prefix cache, and found.
         steps: steps dispatched since the start.
         buckets: compiled shapes.
         compilations: programs compiled before the engine was ready; those read back from the cache do not count.
@@ -26,9 +31,17 @@ class EngineStats:
     pages_free: int
     pages_used: int
     pages_cached: int
+    pages_pinned: int
+    host_pages_total: int
+    host_pages_used: int
+    host_pages_cached: int
     rows_running: int
     rows_waiting: int
     preemptions: int
+    preemptions_swap: int
+    preemptions_recompute: int
+    prefix_cache_queries_tokens: int
+    prefix_cache_hits_tokens: int
     steps: int
     buckets: int
     compilations: int

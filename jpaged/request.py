@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jpaged.errors import InvalidRequestError
 
 MAX_SEED = 2**64 - 1
+MAX_BEAM_WIDTH = 10
+MAX_LENGTH_PENALTY = 100.0  # beyond, lengths to its power leave what floats can hold
 
 
 class TokensPrompt(TypedDict):
@@ -35,8 +37,13 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence token.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: make text at all.
+        n: sequences to generate; they share the prompt, and each has its own noise.
+        priority: lower goes first, where the engine's policy is "priority".
+        cache_salt: requests share cached prefixes only with those of the same salt.
+        skip_reading_prefix_cache: compute the whole prompt, whatever is cached.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -47,9 +54,14 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
+        _whole("n", self.n, low=1)
+        _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
         _number("temperature", self.temperature, low=0.0, high=math.inf)
         _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
@@ -61,6 +73,47 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A search for the most likely sequences, by the rules of transformers' beam search.
+
+    Attributes:
+        beam_width: beams kept, and sequences returned, best first.
+        max_tokens: most tokens to generate; `None` goes on to the context's end.
+        length_penalty: a hypothesis scores sum(logprobs) / length ** length_penalty.
+        temperature: divides the logits before their logprobs are taken; 0 leaves them as they are.
+        early_stopping: True stops when `beam_width` hypotheses are complete; False when no running beam looks better
+            at its present length; "never" when none could become better at any length.
+        ignore_eos: an end-of-sequence token completes nothing.
+        include_stop_str_in_output: leave the end-of-sequence token in the text.
+        skip_special_tokens, detokenize, priority, cache_salt, skip_reading_prefix_cache: as in SamplingParams.
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    length_penalty: float = 1.0
+    temperature: float = 0.0
+    early_stopping: bool | Literal["never"] = False
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
+        _whole("beam_width", self.beam_width, low=1, high=MAX_BEAM_WIDTH)
+        _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
+        _number("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
+        _number("temperature", self.temperature, low=0.0, high=math.inf)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, low=1)
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequestError(f'early_stopping is {self.early_stopping!r}, it must be true, false or "never"')
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that has been checked: it can be served. `prompt` is `None` when the prompt came as token ids;
@@ -68,13 +121,14 @@ class PreparedRequest:
 
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     max_length: int
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence. `finish_reason` is "stop" or "length", or `None` while it runs; `stop_reason` is the
+    """One generated sequence. `cumulative_logprob` and `score` (the logprob over the length to the power of the length
+    penalty) are those of a beam. `finish_reason` is "stop" or "length", or `None` while it runs; `stop_reason` is the
     stop token id that ended it, `None` if that was the model's own end-of-sequence token."""
 
     index: int
@@ -82,6 +136,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list[int])
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)

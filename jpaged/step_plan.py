@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 # In StepPlan.token_ids: the token is known on the device only, because the step that draws it is still in flight.
 ON_DEVICE = -1
+# The most candidates that a step reports for a row: two for each of ten beams.
+MAX_CANDIDATES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,13 @@ class StepPlan:
         samples: whether a token is drawn after the last one.
         num_decode: how many leading entries are decode rows.
         token_ids: the computed tokens, flat (sum of `counts`); ON_DEVICE where the host does not know the token yet.
+        wants_candidates: whether a sequence of the step is a beam, which goes on with one of several best tokens.
         rows_taken: rows that a sequence enters in this step, with what the device must know of it.
-        new_pages: (KV group, row, index in the page table, page id) of each page that the step is first to write.
+        row_copies: (source row, target row): the target takes over history and page table; all sources are read first.
+        new_pages: (KV group, row, index in the page table, page id): changes of page tables, after the row copies.
+        swap_outs: (device page, host page), copied before anything else.
+        swap_ins: (host page, device page), copied after the swap-outs.
+        page_copies: (source page, target page), copied after the swap-ins; all sources are read first.
     """
 
     step: int
@@ -52,8 +59,18 @@ class StepPlan:
     samples: list[bool] = field(default_factory=list[bool])
     num_decode: int = 0
     token_ids: list[int] = field(default_factory=list[int])
+    wants_candidates: bool = False
     rows_taken: list[tuple[int, RowSampling]] = field(default_factory=list[tuple[int, RowSampling]])
+    row_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     new_pages: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
+
+    swap_outs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    swap_ins: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    page_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+
+    @property
+    def has_moves(self) -> bool:
+        return bool(self.swap_outs or self.swap_ins or self.page_copies)
 
     @property
     def num_seqs(self) -> int:
@@ -66,6 +83,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step drew: `token_ids` int32 [num_seqs], in the plan's order; meaningless where `samples` is false."""
+    """What a step drew, in the plan's order; meaningless where `samples` is false.
+
+    Attributes:
+        token_ids: int32 [num_seqs].
+        candidate_ids, candidate_logprobs: int32 and float32 [num_seqs, MAX_CANDIDATES], the best tokens and their
+            logprobs, best first; only if the plan wants candidates.
+    """
 
     token_ids: NDArray[np.int32]
+    candidate_ids: NDArray[np.int32] | None = None
+    candidate_logprobs: NDArray[np.float32] | None = None

@@ -5,12 +5,20 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine
+from jpaged.engine.engine import Engine, Params
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats
-from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput, SamplingParams
+from jpaged.request import (
+    BeamSearchParams,
+    Message,
+    OutputDelta,
+    PreparedRequest,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+)
 
 
 def render_chat(tokenizer: Tokenizer | None, messages: SequenceOf[Message]) -> Prompt:
@@ -59,16 +67,38 @@ class LLM:
                 nothing has run then.
             CapacityError: a request could never fit; nothing has run then.
         """
-        if not isinstance(prompts, SequenceOf) or isinstance(prompts, str):
-            prompts = [prompts]  # what is no prompt at all is refused as one
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequestError(
-                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one each"
-            )
-        requests = [self._prepare(place, len(prompts), prompt, params[place]) for place, prompt in enumerate(prompts)]
-        return self._run(requests, on_delta)
+        return self._generate(prompts, params or SamplingParams(), on_delta)
+
+    def beam_search(
+        self, prompts: Prompt | SequenceOf[Prompt], params: BeamSearchParams | SequenceOf[BeamSearchParams]
+    ) -> list[RequestOutput]:
+        """Search for the most likely continuations of each prompt; `outputs` holds generated tokens, best first.
+
+        Raises:
+            InvalidRequestError, CapacityError: as `generate`.
+        """
+        return self._generate(prompts, params, None)
+
+    def pin_prefix(self, name: str, prefix: Prompt) -> int:
+        """Compute a prompt prefix and keep its full pages on the device until `unpin_prefix`.
+
+        Returns:
+            how many tokens they hold.
+
+        Raises:
+            InvalidRequestError, CapacityError: as `generate`, and as Engine.pin_prefix.
+        """
+        request = self.engine.prepare(prefix, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+        self._run([request], None)
+        return self.engine.pin_prefix(name, request.prompt_token_ids)
+
+    def unpin_prefix(self, name: str) -> bool:
+        """`False` if no prefix of that name is pinned."""
+        return self.engine.unpin_prefix(name)
+
+    def flush_prefix_cache(self) -> None:
+        """Forget what is cached."""
+        self.engine.flush_prefix_cache()
 
     def chat(
         self,
@@ -99,7 +129,24 @@ class LLM:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    def _prepare(self, place: int, count: int, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+    def _generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        params: Params | SequenceOf[Params],
+        on_delta: Callable[[OutputDelta], None] | None,
+    ) -> list[RequestOutput]:
+        if not isinstance(prompts, SequenceOf) or isinstance(prompts, str):
+            prompts = [prompts]  # what is no prompt at all is refused as one
+        if isinstance(params, SamplingParams | BeamSearchParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"there are {len(prompts)} prompts and {len(params)} params; give one for all, or one each"
+            )
+        requests = [self._prepare(place, len(prompts), prompt, params[place]) for place, prompt in enumerate(prompts)]
+        return self._run(requests, on_delta)
+
+    def _prepare(self, place: int, count: int, prompt: Prompt, params: Params) -> PreparedRequest:
         try:
             return self.engine.prepare(prompt, params)
         except JpagedError as error:

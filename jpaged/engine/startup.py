@@ -13,10 +13,19 @@ from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import ConfigError
 from jpaged.execution.compilation import enable_compilation_cache
-from jpaged.execution.kv_cache import ACCELERATOR_FRACTION, CPU_FRACTION, MemoryNeeds, free_memory_bytes, size_pool
+from jpaged.execution.kv_cache import (
+    ACCELERATOR_FRACTION,
+    CPU_FRACTION,
+    GIB,
+    MemoryNeeds,
+    available_host_bytes,
+    free_memory_bytes,
+    size_pool,
+)
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
+from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
 from jpaged.weights.placement import weight_bytes
@@ -71,6 +80,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         dtype=jnp.dtype(dtype),
     )
     page_spec = _size_pages(config, spec, page_spec, max_model_len, dtype, device)
+    num_host_pages = _size_host_tier(config, page_spec)
     attention, reason = choose(
         device.platform,
         page_spec,
@@ -85,9 +95,9 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         model,
         attention,
         mesh,
-        RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens),
+        RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
     )
-    runner.warm_up(report)
+    rates = runner.warm_up(report)
     scheduler = Scheduler(
         SchedulerConfig(
             num_pages=page_spec.num_pages,
@@ -95,7 +105,14 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.policy,
-        )
+            num_host_pages=num_host_pages,
+            max_pinned_pages=int(page_spec.num_pages * config.max_pinned_fraction)
+            if config.enable_prefix_caching
+            else 0,
+            enable_prefix_caching=config.enable_prefix_caching,
+            preemption=config.preemption,
+        ),
+        CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token),
     )
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
 
@@ -147,6 +164,16 @@ def _size_pages(
         head_dim=page_spec.head_dim,
         dtype=page_spec.dtype,
     )
+
+
+def _size_host_tier(config: EngineConfig, page_spec: PageSpec) -> int:
+    """Return how many pages the host tier holds. Raises ConfigError if the host has not that much memory free."""
+    wanted_bytes = int(config.host_tier_gib * GIB)
+    if wanted_bytes > (free_bytes := available_host_bytes()):
+        raise ConfigError(
+            f"host_tier_gib is {config.host_tier_gib}, the host has {free_bytes / GIB:.2f} GiB free; lower it"
+        )
+    return wanted_bytes // page_spec.page_bytes
 
 
 def _step_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> int:

@@ -1,6 +1,6 @@
 """The one array that a step sends to the device: a plan, packed into int32 words and taken apart again under jit.
 
-Letters: T tokens and S rows of the bucket; N = T // page size + S, the most pages a step can be first to write.
+Letters: T tokens and S rows of the bucket; C row copies, N page table entries and R taken rows at most.
 """
 
 from dataclasses import dataclass
@@ -33,8 +33,28 @@ _FLOATS = ("temperature", "top_p", "min_p")
 _NUM_PARAMETERS = len(RowParameters._fields)
 
 
+class RowChanges(NamedTuple):
+    """What changes in the rows, in this order. Padding entries name the scratch row and the scratch page.
+
+    Attributes:
+        copy_sources, copy_targets: int32 [C], rows whose history and page table others take over.
+        page_groups, page_rows, page_indices, page_ids: int32 [N], new entries of page tables.
+        taken_rows: int32 [R].
+        taken_parameters: entries [R], for `taken_rows`.
+    """
+
+    copy_sources: Array
+    copy_targets: Array
+    page_groups: Array
+    page_rows: Array
+    page_indices: Array
+    page_ids: Array
+    taken_rows: Array
+    taken_parameters: RowParameters
+
+
 class StepBatch(NamedTuple):
-    """A plan on the device. Padding entries name the scratch row and the scratch page.
+    """A plan on the device. Padding entries name the scratch row.
 
     Attributes:
         token_ids: int32 [T], negative where the row's own history holds the token.
@@ -43,9 +63,8 @@ class StepBatch(NamedTuple):
         kv_lens: int32 [S], lengths with the new tokens; 0 for padding.
         samples: bool [S], whether a token is drawn.
         num_seqs, num_decode: int32 [].
-        new_page_groups, new_page_rows, new_page_indices, new_page_ids: int32 [N].
-        taken_rows: int32 [S].
-        taken_parameters: entries [S], for `taken_rows`.
+        wants_candidates: bool [].
+        changes: what changes in the rows before the step.
     """
 
     token_ids: Array
@@ -55,12 +74,91 @@ class StepBatch(NamedTuple):
     samples: Array
     num_seqs: Array
     num_decode: Array
-    new_page_groups: Array
-    new_page_rows: Array
-    new_page_indices: Array
-    new_page_ids: Array
-    taken_rows: Array
-    taken_parameters: RowParameters
+    wants_candidates: Array
+    changes: RowChanges
+
+
+def _slices(sizes: dict[str, int], start: int = 0) -> dict[str, slice]:
+    slices: dict[str, slice] = {}
+    for name, size in sizes.items():
+        slices[name] = slice(start, start + size)
+        start += size
+    return slices
+
+
+@dataclass(frozen=True)
+class ChangesLayout:
+    """How many row changes fit into a run of words, and where each field lies.
+
+    Attributes:
+        max_rows: rows taken, and row copies, at most.
+        max_pages: new page table entries at most.
+        scratch_row: the row that belongs to nobody.
+        scratch_page: the page that belongs to nobody.
+        start: index of the first word.
+    """
+
+    max_rows: int
+    max_pages: int
+    scratch_row: int
+    scratch_page: int
+    start: int = 0
+
+    @cached_property
+    def _slices(self) -> dict[str, slice]:
+        rows, pages = self.max_rows, self.max_pages
+        sizes = {"copy_sources": rows, "copy_targets": rows, "page_groups": pages, "page_rows": pages}
+        sizes |= {"page_indices": pages, "page_ids": pages, "taken_rows": rows}
+        return _slices(sizes | {"taken_parameters": _NUM_PARAMETERS * rows}, self.start)
+
+    @property
+    def stop(self) -> int:
+        """Index of the word after the last."""
+        return self._slices["taken_parameters"].stop
+
+    def holds(self, plan: StepPlan) -> bool:
+        return (
+            len(plan.rows_taken) <= self.max_rows
+            and len(plan.row_copies) <= self.max_rows
+            and len(plan.new_pages) <= self.max_pages
+        )
+
+    def pack(self, words: NDArray[np.int32], plan: StepPlan) -> None:
+        """Write a plan's changes, which must fit, into zeroed words."""
+        view = {name: words[where] for name, where in self._slices.items()}
+        for name in ("copy_sources", "copy_targets", "page_rows", "taken_rows"):
+            view[name][:] = self.scratch_row
+        view["page_ids"][:] = self.scratch_page
+        _fill_columns(view, ("copy_sources", "copy_targets"), plan.row_copies)
+        _fill_columns(view, ("page_groups", "page_rows", "page_indices", "page_ids"), plan.new_pages)
+        parameters = view["taken_parameters"].reshape(_NUM_PARAMETERS, -1)
+        for place, (row, sampling) in enumerate(plan.rows_taken):
+            view["taken_rows"][place] = row
+            floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
+            seed_words = np.array([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], np.uint32)
+            parameters[:3, place] = floats.view(np.int32)
+            parameters[3, place] = sampling.top_k
+            parameters[4:6, place] = seed_words.view(np.int32)
+            parameters[6, place] = sampling.sample_index
+
+    def unpack(self, words: Array) -> RowChanges:
+        """Take them out again; called under jit."""
+        view = {name: words[where] for name, where in self._slices.items()}
+        columns = view.pop("taken_parameters").reshape(_NUM_PARAMETERS, -1)
+        parameters = RowParameters(
+            *(
+                jax.lax.bitcast_convert_type(column, jnp.float32 if name in _FLOATS else jnp.int32)
+                for name, column in zip(RowParameters._fields, columns, strict=True)
+            )
+        )
+        return RowChanges(**view, taken_parameters=parameters)
+
+
+def _fill_columns(view: dict[str, NDArray[np.int32]], names: tuple[str, ...], entries: list[tuple[int, ...]]) -> None:
+    """Write tuples as columns."""
+    if entries:
+        for name, column in zip(names, np.array(entries, np.int32).T, strict=True):
+            view[name][: len(column)] = column
 
 
 @dataclass(frozen=True)
@@ -82,34 +180,26 @@ class BatchLayout:
     @cached_property
     def _slices(self) -> dict[str, slice]:
         rows, tokens = self.bucket.num_rows, self.bucket.num_tokens
-        new_pages = tokens // self.page_size_tokens + rows
-        sizes = {
-            "token_ids": tokens,
-            "row_ids": rows,
-            "cu_q_lens": rows + 1,
-            "kv_lens": rows,
-            "samples": rows,
-            "counts": 2,
-            "new_page_groups": new_pages,
-            "new_page_rows": new_pages,
-            "new_page_indices": new_pages,
-            "new_page_ids": new_pages,
-            "taken_rows": rows,
-            "taken_parameters": _NUM_PARAMETERS * rows,
-        }
-        slices: dict[str, slice] = {}
-        start = 0
-        for name, size in sizes.items():
-            slices[name] = slice(start, start + size)
-            start += size
-        return slices
+        sizes = {"token_ids": tokens, "row_ids": rows, "cu_q_lens": rows + 1, "kv_lens": rows, "samples": rows}
+        return _slices(sizes | {"numbers": 3})
+
+    @cached_property
+    def changes(self) -> ChangesLayout:
+        rows, tokens = self.bucket.num_rows, self.bucket.num_tokens
+        return ChangesLayout(
+            max_rows=rows,
+            max_pages=tokens // self.page_size_tokens + rows,  # each row ends in a page of its own
+            scratch_row=self.scratch_row,
+            scratch_page=self.scratch_page,
+            start=self._slices["numbers"].stop,
+        )
 
     @property
     def num_words(self) -> int:
-        return self._slices["taken_parameters"].stop
+        return self.changes.stop
 
-    def pack(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Return the plan as int32 [num_words]."""
+    def pack(self, plan: StepPlan, with_changes: bool = True) -> NDArray[np.int32]:
+        """Return the plan as int32 [num_words]; its row changes, if wanted, must fit."""
         words = np.zeros(self.num_words, np.int32)
         view = {name: words[where] for name, where in self._slices.items()}
         num_seqs = plan.num_seqs
@@ -122,46 +212,20 @@ class BatchLayout:
         np.cumsum(counts, out=view["cu_q_lens"][1 : num_seqs + 1])
         view["kv_lens"][:num_seqs] = np.array(plan.starts, np.int32) + counts
         view["samples"][:num_seqs] = plan.samples
-        view["counts"][:] = num_seqs, plan.num_decode
-        view["new_page_rows"][:] = self.scratch_row
-        view["new_page_ids"][:] = self.scratch_page
-        if plan.new_pages:
-            columns = np.array(plan.new_pages, np.int32).T
-            for name, column in zip(
-                ("new_page_groups", "new_page_rows", "new_page_indices", "new_page_ids"), columns, strict=True
-            ):
-                view[name][: len(column)] = column
-        view["taken_rows"][:] = self.scratch_row
-        if plan.rows_taken:
-            self._pack_taken(view["taken_rows"], view["taken_parameters"], plan)
+        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_candidates
+        self.changes.pack(words, plan if with_changes else StepPlan(plan.step))
         return words
-
-    def _pack_taken(self, rows: NDArray[np.int32], words: NDArray[np.int32], plan: StepPlan) -> None:
-        parameters = words.reshape(_NUM_PARAMETERS, -1)
-        for place, (row, sampling) in enumerate(plan.rows_taken):
-            rows[place] = row
-            floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
-            seed_words = np.array([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], np.uint32)
-            parameters[:3, place] = floats.view(np.int32)
-            parameters[3, place] = sampling.top_k
-            parameters[4:6, place] = seed_words.view(np.int32)
-            parameters[6, place] = sampling.sample_index
 
     def unpack(self, words: Array) -> StepBatch:
         """Take int32 [num_words] apart; called under jit."""
         view = {name: words[where] for name, where in self._slices.items()}
-        parameters = view.pop("taken_parameters").reshape(_NUM_PARAMETERS, -1)
-        counts = view.pop("counts")
+        num_seqs, num_decode, wants_candidates = view.pop("numbers")
         samples = view.pop("samples") != 0
         return StepBatch(
             **view,
             samples=samples,
-            num_seqs=counts[0],
-            num_decode=counts[1],
-            taken_parameters=RowParameters(
-                *(
-                    jax.lax.bitcast_convert_type(words, jnp.float32 if name in _FLOATS else jnp.int32)
-                    for name, words in zip(RowParameters._fields, parameters, strict=True)
-                )
-            ),
+            num_seqs=num_seqs,
+            num_decode=num_decode,
+            wants_candidates=wants_candidates != 0,
+            changes=self.changes.unpack(words),
         )

@@ -9,7 +9,7 @@ from jpaged.errors import ConfigError
 
 ACCELERATOR_FRACTION = 0.9
 CPU_FRACTION = 0.2  # other programs live in the same memory
-_GIB = 1 << 30
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,11 @@ def free_memory_bytes(device: jax.Device) -> int:
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
         return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
-    return _available_host_bytes()
+    return available_host_bytes()
 
 
-def _available_host_bytes() -> int:
+def available_host_bytes() -> int:
+    """Host memory that is free, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -82,4 +83,4 @@ def _round_down(pages: int) -> int:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
+    return f"{num_bytes / GIB:.2f} GiB"

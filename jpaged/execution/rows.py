@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from jpaged.execution.batch import RowParameters, StepBatch
+from jpaged.execution.batch import RowChanges, RowParameters, StepBatch
 
 
 class Rows(NamedTuple):
@@ -44,15 +44,27 @@ def make_rows(num_rows: int, max_model_len: int, pages_per_seq: int, scratch_pag
     )
 
 
-def apply_changes(rows: Rows, batch: StepBatch) -> Rows:
-    """Enter a plan's new pages and taken rows. Padding entries change the scratch row only."""
-    page_tables = rows.page_tables.at[batch.new_page_groups, batch.new_page_rows, batch.new_page_indices].set(
-        batch.new_page_ids
+def apply_changes(rows: Rows, changes: RowChanges) -> Rows:
+    """Copy rows, all sources read first, then enter new pages and taken rows. Padding changes the scratch row only."""
+    scratch_row = rows.tokens.shape[0] - 1
+    rows = lax.cond(
+        jnp.any(changes.copy_targets != scratch_row), lambda rows: _copy_rows(rows, changes), lambda rows: rows, rows
+    )
+    page_tables = rows.page_tables.at[changes.page_groups, changes.page_rows, changes.page_indices].set(
+        changes.page_ids
     )
     parameters = jax.tree.map(
-        lambda kept, new: kept.at[batch.taken_rows].set(new), rows.parameters, batch.taken_parameters
+        lambda kept, new: kept.at[changes.taken_rows].set(new), rows.parameters, changes.taken_parameters
     )
     return rows._replace(page_tables=page_tables, parameters=parameters)
+
+
+def _copy_rows(rows: Rows, changes: RowChanges) -> Rows:
+    sources, targets = changes.copy_sources, changes.copy_targets
+    return rows._replace(
+        tokens=rows.tokens.at[targets].set(rows.tokens[sources]),
+        page_tables=rows.page_tables.at[:, targets].set(rows.page_tables[:, sources]),
+    )
 
 
 def read_tokens(rows: Rows, batch: StepBatch, token_rows: Array, positions: Array) -> tuple[Rows, Array]:

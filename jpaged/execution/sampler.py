@@ -8,6 +8,7 @@ top_k, then top_p allow, and draw by the Gumbel-max trick: argmax(logits + Gumbe
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -34,6 +35,17 @@ def sample(logits: Array, parameters: RowParameters, positions: Array) -> Array:
         lambda: jnp.where(random, _draw(logits, parameters, positions), argmax(logits)),
         lambda: argmax(logits),
     )
+
+
+def best_candidates(logits: Array, parameters: RowParameters, count: int) -> tuple[Array, Array]:
+    """Return each row's `count` most likely tokens and their logprobs, best first: int32 and float32 [S, count].
+
+    Logprobs are those of softmax(logits / temperature); a temperature of 0 leaves the logits as they are.
+    """
+    temperature = jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)
+    logprobs = jax.nn.log_softmax(logits / temperature[:, None], axis=1)
+    best, token_ids = lax.top_k(logprobs, count)
+    return token_ids, best
 
 
 def argmax(values: Array) -> Array:

@@ -16,9 +16,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpaged.execution.batch import BatchLayout, StepBatch
 from jpaged.execution.rows import Rows, append_tokens, apply_changes, read_tokens
-from jpaged.execution.sampler import sample
+from jpaged.execution.sampler import best_candidates, sample
 from jpaged.parallel.mesh import TENSOR_AXIS
+from jpaged.step_plan import MAX_CANDIDATES
 from pallas_kernels.paged_attention.api import AttentionBatch, PagedAttention, PageSpec
+
+RESULT_WORDS = 1 + 2 * MAX_CANDIDATES
 
 StepFunction = Callable[[Any, Any, Rows, Array], tuple[Any, Rows, Array]]
 
@@ -34,15 +37,16 @@ class StepParts:
 
 
 def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
-    """Return step(weights, pages, rows, words) -> (pages, rows, drawn token ids int32 [S]) for one bucket.
+    """Return step(weights, pages, rows, words) -> (pages, rows, drawn) for one bucket.
 
-    `words` is the packed plan, int32 [layout.num_words]. Pages and rows are meant to be donated.
+    `words` is the packed plan, int32 [layout.num_words]; `drawn` is int32 [S, RESULT_WORDS], for each row its token,
+    then the candidates' token ids and their logprobs' bits. Pages and rows are meant to be donated.
     """
     num_tokens = layout.bucket.num_tokens
 
     def step(weights: Any, pages: Any, rows: Rows, words: Array) -> tuple[Any, Rows, Array]:
         batch = layout.unpack(words)
-        rows = apply_changes(rows, batch)
+        rows = apply_changes(rows, batch.changes)
         token_rows, positions = _locate_tokens(batch, num_tokens, layout.scratch_row)
         rows, token_ids = read_tokens(rows, batch, token_rows, positions)
         attention_batch = AttentionBatch(
@@ -58,9 +62,9 @@ def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
         drawn = lax.cond(
             jnp.any(batch.samples),
             lambda: _draw(model, hidden, rows, batch),
-            lambda: jnp.zeros(layout.bucket.num_rows, jnp.int32),
+            lambda: jnp.zeros((layout.bucket.num_rows, RESULT_WORDS), jnp.int32),
         )
-        return pages, append_tokens(rows, batch, drawn), drawn
+        return pages, append_tokens(rows, batch, drawn[:, 0]), drawn
 
     return step
 
@@ -81,7 +85,17 @@ def _draw(model: Any, hidden: Array, rows: Rows, batch: StepBatch) -> Array:
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     logits = model.logits(hidden[last])
     parameters = jax.tree.map(lambda kept: kept[batch.row_ids], rows.parameters)
-    return sample(logits, parameters, batch.kv_lens)
+    count = min(MAX_CANDIDATES, logits.shape[1])
+
+    def candidates() -> Array:
+        token_ids, logprobs = best_candidates(logits, parameters, count)
+        padding = ((0, 0), (0, MAX_CANDIDATES - count))  # of a vocabulary that is smaller: never the best
+        logprobs = jnp.pad(logprobs, padding, constant_values=-jnp.inf)
+        return jnp.stack([jnp.pad(token_ids, padding), lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1)
+
+    found = lax.cond(batch.wants_candidates, candidates, lambda: jnp.zeros((len(logits), 2, MAX_CANDIDATES), jnp.int32))
+    tokens = sample(logits, parameters, batch.kv_lens)
+    return jnp.concatenate([tokens[:, None], found.reshape(len(logits), -1)], axis=1)
 
 
 def _attend(

@@ -1,8 +1,15 @@
-"""One stream of tokens, as the scheduler sees it."""
+"""Streams of tokens and the requests they belong to, as the scheduler sees them."""
 
+from typing import TYPE_CHECKING
+
+from jpaged.decoding.beam_search import BeamSearch
 from jpaged.decoding.stopping import Finish, StopRules
 from jpaged.paging.page_table import PageTable
+from jpaged.paging.prefix_cache import CachedPage
 from jpaged.step_plan import RowSampling
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Sequence:
@@ -10,49 +17,46 @@ class Sequence:
 
     Attributes:
         sequence_id: unique over the engine's life.
-        arrival: place in the order of arrival; kept through preemptions.
+        index: its place in its group.
+        group: the request it belongs to.
         token_ids: prompt and output known on the host (committed).
-        num_prompt_tokens: how many of them are the prompt.
         num_planned_tokens: tokens whose KV the dispatched steps have computed or will compute.
         num_in_flight: tokens drawn by dispatched steps whose results have not come back.
         row: its place on the device while it runs, else -1.
+        digests: names of its first full pages, made as they are needed.
+        chain: the cache's entries for its first pages that are named.
     """
 
     __slots__ = (
-        "arrival",
+        "chain",
+        "digests",
         "finish",
+        "group",
+        "index",
         "num_in_flight",
         "num_planned_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
         "row",
         "sampling",
         "sequence_id",
-        "stop_rules",
         "table",
         "token_ids",
     )
 
     def __init__(
-        self,
-        sequence_id: int,
-        prompt_token_ids: list[int],
-        sampling: RowSampling,
-        stop_rules: StopRules,
-        table: PageTable,
+        self, sequence_id: int, group: "SequenceGroup", index: int, sampling: RowSampling, table: PageTable
     ) -> None:
         self.sequence_id = sequence_id
-        self.arrival = sequence_id
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
+        self.group = group
+        self.index = index
+        self.sampling = sampling
+        self.table = table
+        self.token_ids = list(group.prompt_token_ids)
         self.num_planned_tokens = 0
         self.num_in_flight = 0
         self.row = -1
-        self.sampling = sampling
-        self.stop_rules = stop_rules
-        self.table = table
+        self.digests: list[bytes] = []
+        self.chain: list[CachedPage] = []
         self.finish: Finish | None = None
-        self.num_preemptions = 0
 
     @property
     def num_tokens(self) -> int:
@@ -61,11 +65,109 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens a plan could compute now; 0 when the tokens in flight already bring the sequence to its end."""
-        num_tokens = len(self.token_ids) + self.num_in_flight
-        # The token that completes the sequence is never computed: nothing is drawn after it.
-        return 0 if num_tokens >= self.stop_rules.max_length else num_tokens - self.num_planned_tokens
+        """Tokens a plan could compute now.
+
+        0 when the tokens in flight already bring the sequence to its end, since nothing is drawn after the last one;
+        and 0 for a beam with a token in flight: which token it goes on with is decided on the host.
+        """
+        in_flight = self.num_in_flight
+        num_tokens = len(self.token_ids) + in_flight
+        group = self.group
+        if num_tokens >= group.stop_rules.max_length or (in_flight and group.beams is not None):
+            return 0
+        return num_tokens - self.num_planned_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[len(self.group.prompt_token_ids) :]
+
+    def become_fork_of(self, other: "Self", num_tokens: int) -> None:
+        """Share another sequence's pages, which hold the KV of `num_tokens` tokens; what this one had is gone.
+
+        Names are taken over for those tokens only: after them the two differ.
+        """
+        self.table.release()
+        self.table = other.table.fork()
+        self.num_planned_tokens = num_tokens
+        num_full = num_tokens // self.table.page_size_tokens
+        self.digests = other.digests[:num_full]
+        self.chain = other.chain[:num_full]
+
+
+class SequenceGroup:
+    """The sequences of one request: admitted, preempted and finished together.
+
+    Attributes:
+        group_id: also its place in the order of arrival, kept through preemptions.
+        priority: lower goes first where the policy looks at it.
+        live: the sequences that have not ended; the first computes the prompt, the others fork from it.
+        is_forked: whether they have their own tables; before that only the first has one.
+        width: most sequences at one time.
+        spare_rows: rows that it holds for sequences to come: beams multiply.
+        beams: the search that decides how beams go on; `None` for samples.
+        cache_keys: what else the KV depends on, besides tokens.
+        reads_cache: whether it may use cached pages.
+        publishes: whether its own pages may be cached; no longer, once the cache was flushed while it ran.
+        is_swapped: its tables name pages of the host tier.
+        num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
+    """
+
+    __slots__ = (
+        "beams",
+        "cache_keys",
+        "group_id",
+        "is_forked",
+        "is_swapped",
+        "live",
+        "num_cached_tokens",
+        "num_preemptions",
+        "priority",
+        "prompt_token_ids",
+        "publishes",
+        "reads_cache",
+        "spare_rows",
+        "stop_rules",
+        "width",
+    )
+
+    def __init__(
+        self,
+        group_id: int,
+        prompt_token_ids: list[int],
+        stop_rules: StopRules,
+        *,
+        width: int = 1,
+        priority: int = 0,
+        beams: BeamSearch | None = None,
+        cache_keys: tuple[str, ...] = (),
+        reads_cache: bool = True,
+    ) -> None:
+        self.group_id = group_id
+        self.prompt_token_ids = prompt_token_ids
+        self.stop_rules = stop_rules
+        self.width = width
+        self.priority = priority
+        self.beams = beams
+        self.cache_keys = cache_keys
+        self.reads_cache = reads_cache
+        self.live: list[Sequence] = []
+        self.is_forked = width == 1 or beams is not None
+        self.spare_rows: list[int] = []
+        self.is_swapped = False
+        self.publishes = True
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def fork_length(self) -> int:
+        """Tokens that are computed once for all: the prompt but for its last token, after which each draws its own."""
+        return len(self.prompt_token_ids) - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it holds while it runs."""
+        return len(self.live) if self.beams is None else self.width
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(sequence.num_in_flight for sequence in self.live)

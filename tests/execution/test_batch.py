@@ -26,7 +26,9 @@ def test_round_trip():
         samples=[True, True, False],
         num_decode=2,
         token_ids=[ON_DEVICE, 77, 1, 2, 3, 4, 5],
+        wants_candidates=True,
         rows_taken=[(3, sampling)],
+        row_copies=[(2, 0), (0, 2)],
         new_pages=[(0, 0, 1, 55), (0, 3, 0, 8), (0, 3, 1, 7)],
     )
     batch = unpack(plan)
@@ -36,12 +38,16 @@ def test_round_trip():
     assert batch.kv_lens.tolist() == [10, 5, 5, 0]
     assert batch.samples.tolist() == [True, True, False, False]
     assert (batch.num_seqs, batch.num_decode) == (3, 2)
-    assert batch.new_page_groups.tolist() == [0] * 7
-    assert batch.new_page_rows.tolist() == [0, 3, 3] + [SCRATCH_ROW] * 4
-    assert batch.new_page_indices.tolist() == [1, 0, 1, 0, 0, 0, 0]
-    assert batch.new_page_ids.tolist() == [55, 8, 7] + [SCRATCH_PAGE] * 4
-    assert batch.taken_rows.tolist() == [3] + [SCRATCH_ROW] * 3
-    parameters = jax.tree.map(lambda values: values[0], batch.taken_parameters)
+    assert batch.wants_candidates
+    changes = batch.changes
+    assert changes.copy_sources.tolist() == [2, 0, SCRATCH_ROW, SCRATCH_ROW]
+    assert changes.copy_targets.tolist() == [0, 2, SCRATCH_ROW, SCRATCH_ROW]
+    assert changes.page_groups.tolist() == [0] * 7
+    assert changes.page_rows.tolist() == [0, 3, 3] + [SCRATCH_ROW] * 4
+    assert changes.page_indices.tolist() == [1, 0, 1, 0, 0, 0, 0]
+    assert changes.page_ids.tolist() == [55, 8, 7] + [SCRATCH_PAGE] * 4
+    assert changes.taken_rows.tolist() == [3] + [SCRATCH_ROW] * 3
+    parameters = jax.tree.map(lambda values: values[0], changes.taken_parameters)
     assert np.allclose([parameters.temperature, parameters.top_p, parameters.min_p], [0.7, 0.9, 0.05])
     assert (parameters.top_k, parameters.sample_index) == (40, 6)
     seed = int(np.uint32(parameters.seed_low)) | int(np.uint32(parameters.seed_high)) << 32
@@ -51,6 +57,17 @@ def test_round_trip():
 def test_an_empty_plan_touches_nothing_but_scratch():
     batch = unpack(StepPlan(step=0))
     assert batch.num_seqs == 0 and not batch.samples.any()
-    assert set(batch.row_ids.tolist() + batch.new_page_rows.tolist() + batch.taken_rows.tolist()) == {SCRATCH_ROW}
-    assert set(batch.new_page_ids.tolist()) == {SCRATCH_PAGE}
+    changes = batch.changes
+    rows = [batch.row_ids, changes.page_rows, changes.taken_rows, changes.copy_sources, changes.copy_targets]
+    assert set(np.concatenate(rows).tolist()) == {SCRATCH_ROW}
+    assert set(changes.page_ids.tolist()) == {SCRATCH_PAGE}
     assert batch.cu_q_lens.tolist() == [0] * 5 and batch.kv_lens.tolist() == [0] * 4
+
+
+def test_changes_that_do_not_fit_are_left_to_another_call():
+    entry = (0, 1, 0, 5)
+    assert LAYOUT.changes.holds(StepPlan(step=0, new_pages=[entry] * 7))
+    assert not LAYOUT.changes.holds(StepPlan(step=0, new_pages=[entry] * 8))
+    assert not LAYOUT.changes.holds(StepPlan(step=0, row_copies=[(0, 1)] * 5))
+    words = LAYOUT.pack(StepPlan(step=0, new_pages=[entry] * 8), with_changes=False)
+    assert set(np.asarray(LAYOUT.unpack(words).changes.page_ids).tolist()) == {SCRATCH_PAGE}

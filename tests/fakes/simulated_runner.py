@@ -1,65 +1,120 @@
 """A device made of lists: executes plans as they are, on pages and rows that hold token ids instead of KV.
 
 What a sequence draws next is a function of all its tokens, read back through its page table, so a token in a wrong
-page, a page given to two sequences, or a stale row changes the outputs.
+page, a page given to two sequences, a missing copy or a stale row changes the outputs.
 """
+
+import math
 
 import numpy as np
 
-from jpaged.step_plan import ON_DEVICE, StepPlan, StepResult
+from jpaged.decoding.beam_search import BeamSearch, Hypothesis
+from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, StepPlan, StepResult
 
 VOCABULARY = 997
 
 
-def next_token(tokens: list[int]) -> int:
-    """The token that follows, by a hash of the whole history."""
+def hash_of(tokens: list[int]) -> int:
     value = 17
     for token in tokens:
         value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCABULARY
+    return value
 
 
-def generate(prompt: list[int], num_tokens: int, eos: frozenset[int] = frozenset()) -> list[int]:
+def next_token(tokens: list[int], sample_index: int = 0) -> int:
+    """The token that follows, by a hash of the whole history."""
+    return (hash_of(tokens) + 613 * sample_index) % VOCABULARY
+
+
+def candidates(tokens: list[int]) -> tuple[list[int], list[float]]:
+    """The best next tokens and their logprobs (exact in float32, as the device gives them), best first."""
+    value = hash_of(tokens)
+    token_ids = [(value + 37 * rank) % VOCABULARY for rank in range(MAX_CANDIDATES)]
+    spread = [2 + rank + value % 7 + rank * (value % 3) for rank in range(MAX_CANDIDATES)]
+    return token_ids, [float(np.float32(-math.log(number))) for number in spread]
+
+
+def generate(prompt: list[int], num_tokens: int, eos: frozenset[int] = frozenset(), sample_index: int = 0) -> list[int]:
     """What a sequence must generate, whatever runs beside it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, sample_index))
         if tokens[-1] in eos:
             break
     return tokens[len(prompt) :]
 
 
+def beam_search(prompt: list[int], search: BeamSearch) -> list[Hypothesis]:
+    """The same search on plain lists."""
+    outputs: list[list[int]] = [[]]
+    while outputs:
+        chosen = search.advance(outputs, [candidates(prompt + output) for output in outputs])
+        outputs = [[*outputs[child.parent], child.token_id] for child in chosen]
+    return search.finished
+
+
 class SimulatedRunner:
-    def __init__(self, num_pages: int, page_size_tokens: int, num_rows: int) -> None:
+    def __init__(self, num_pages: int, page_size_tokens: int, num_rows: int, num_host_pages: int = 0) -> None:
         self.page_size_tokens = page_size_tokens
         self.pages: list[list[int | None]] = [[None] * page_size_tokens for _ in range(num_pages)]
+        self.host_pages: list[list[int | None]] = [[None] * page_size_tokens for _ in range(num_host_pages)]
         self.tables: list[dict[int, int]] = [{} for _ in range(num_rows)]
         self.drawn: list[int | None] = [None] * num_rows
+        self.sample_index = [0] * num_rows
+        self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.counts[: plan.num_decode] == [1] * plan.num_decode, "decode rows come first"
         assert len(plan.token_ids) == sum(plan.counts)
-        for row, _ in plan.rows_taken:
-            self.tables[row] = {}
-            self.drawn[row] = None
-        for _, row, index, page in plan.new_pages:
-            self.tables[row][index] = page
-            self.pages[page] = [None] * self.page_size_tokens
-        result, first = [], 0
-        for row, start, count, samples in zip(plan.row_ids, plan.starts, plan.counts, plan.samples, strict=True):
+        assert len(set(plan.row_ids)) == len(plan.row_ids), "a row computes twice in one step"
+        self._move_pages(plan)
+        self._change_rows(plan)
+        first = 0
+        for row, start, count in zip(plan.row_ids, plan.starts, plan.counts, strict=True):
             for offset, token in enumerate(plan.token_ids[first : first + count]):
                 page, slot = divmod(start + offset, self.page_size_tokens)
-                value = self.drawn[row] if token == ON_DEVICE else token
-                self.pages[self.tables[row][page]][slot] = value
+                self.pages[self.tables[row][page]][slot] = self.drawn[row] if token == ON_DEVICE else token
             first += count
-            result.append(self._draw(row, start + count) if samples else 0)
-        return StepResult(np.array(result, np.int32))
+        self.num_computed_tokens += first
+        return self._draw(plan)
 
-    def _draw(self, row: int, length: int) -> int:
+    def _move_pages(self, plan: StepPlan) -> None:
+        for page, host_page in plan.swap_outs:
+            self.host_pages[host_page] = list(self.pages[page])
+        for host_page, page in plan.swap_ins:
+            self.pages[page] = list(self.host_pages[host_page])
+        contents = [list(self.pages[source]) for source, _ in plan.page_copies]
+        for (_, target), content in zip(plan.page_copies, contents, strict=True):
+            self.pages[target] = content
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for row, sampling in plan.rows_taken:
+            self.tables[row] = {}
+            self.drawn[row] = None
+            self.sample_index[row] = sampling.sample_index
+        tables = [dict(self.tables[source]) for source, _ in plan.row_copies]
+        for (_, target), table in zip(plan.row_copies, tables, strict=True):
+            self.tables[target] = table
+        for _, row, index, page in plan.new_pages:
+            self.tables[row][index] = page
+
+    def _draw(self, plan: StepPlan) -> StepResult:
+        num_seqs = plan.num_seqs
+        token_ids = np.zeros(num_seqs, np.int32)
+        best = np.zeros((num_seqs, MAX_CANDIDATES), np.int32)
+        logprobs = np.zeros((num_seqs, MAX_CANDIDATES), np.float32)
+        for place, (row, start, count) in enumerate(zip(plan.row_ids, plan.starts, plan.counts, strict=True)):
+            if plan.samples[place]:
+                history = self._history(row, start + count)
+                self.drawn[row] = token_ids[place] = next_token(history, self.sample_index[row])
+                if plan.wants_candidates:
+                    best[place], logprobs[place] = candidates(history)
+        return StepResult(token_ids, best, logprobs)
+
+    def _history(self, row: int, length: int) -> list[int]:
         history = [
             self.pages[self.tables[row][position // self.page_size_tokens]][position % self.page_size_tokens]
             for position in range(length)
         ]
         assert None not in history, "a token was never written, or its page went to someone else"
-        self.drawn[row] = next_token(history)  # type: ignore[arg-type]
-        return self.drawn[row]  # type: ignore[return-value]
+        return history  # type: ignore[return-value]

@@ -1,59 +1,13 @@
 """The scheduler against a simulated device: outputs, books, limits, order, preemption."""
 
-from collections import deque
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from jpaged.decoding.stopping import StopRules
 from jpaged.errors import CapacityError
-from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.scheduling.sequence import Sequence
-from jpaged.step_plan import RowSampling, StepPlan, StepResult
-from tests.fakes.simulated_runner import SimulatedRunner, generate
-
-GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
-
-
-class Loop:
-    """The engine's loop around a scheduler and a simulated device; checks the books after every operation."""
-
-    def __init__(self, *, num_pages=64, page_size=4, rows=4, budget=16, overlap=True) -> None:
-        self.scheduler = Scheduler(SchedulerConfig(num_pages, page_size, rows, budget))
-        self.runner = SimulatedRunner(num_pages, page_size, rows)
-        self.overlap = overlap
-        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.sequences: list[Sequence] = []
-        self.plans: list[StepPlan] = []
-
-    def add(self, prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> Sequence:
-        rules = StopRules(eos, frozenset(), len(prompt) + max_tokens)
-        sequence = Sequence(len(self.sequences), prompt, GREEDY, rules, self.scheduler.new_page_table())
-        self.scheduler.add(sequence)
-        self.sequences.append(sequence)
-        self.scheduler.check_invariants()
-        return sequence
-
-    def step(self) -> None:
-        plan = self.scheduler.plan()
-        self.scheduler.check_invariants()
-        if plan is not None:
-            self.plans.append(plan)
-            self.in_flight.append((plan, self.runner.run(plan)))
-        if self.in_flight and (plan is None or not self.overlap or len(self.in_flight) > 1):
-            self.scheduler.commit(*self.in_flight.popleft())
-            self.scheduler.check_invariants()
-
-    def run(self, max_steps: int = 10_000) -> None:
-        while self.scheduler.has_work or self.in_flight:
-            self.step()
-            max_steps -= 1
-            assert max_steps > 0, "the work does not end"
-
-
-def prompt(length: int, salt: int = 0) -> list[int]:
-    return [(salt * 101 + position * 7) % 997 for position in range(length)]
+from tests.fakes.loop import Loop, prompt
+from tests.fakes.simulated_runner import generate
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -90,7 +44,7 @@ def test_random_arrivals_aborts_and_shortage(requests, num_pages, rows, budget, 
             added[index] = loop.add(prompt(length, index), max_tokens, eos)
         for index, when in aborts:
             if when == step and index in added and added[index].finish is None:
-                loop.scheduler.abort(added[index])
+                loop.scheduler.abort(added[index].group)
                 aborted.add(index)
                 loop.scheduler.check_invariants()
         loop.step()
@@ -158,12 +112,12 @@ def test_the_newest_gives_way_and_nobody_thrashes():
     loop.run()
     assert [s.output_token_ids for s in loop.sequences] == [generate(prompt(20, salt), 20) for salt in range(8)]
     assert 0 < loop.scheduler.num_preemptions <= 8
-    assert loop.sequences[0].num_preemptions == 0, "the oldest never gives way"
+    assert loop.groups[0].num_preemptions == 0, "the oldest never gives way"
 
 
 def test_what_can_never_fit_is_refused_alone():
     loop = Loop(num_pages=4, page_size=4)
-    with pytest.raises(CapacityError, match=r"needs 5 pages of 4 tokens for 18 tokens .* the pool has 4"):
+    with pytest.raises(CapacityError, match=r"needs 5 pages of 4 tokens for 1 x 18 tokens .* the pool has 4"):
         loop.add(prompt(10), 8)
     fits = loop.add(prompt(9), 8)  # 17 tokens, of which the last is never computed
     loop.run()
