@@ -114,6 +114,9 @@ class BeamSearchParams:
             raise InvalidRequestError(f'early_stopping is {self.early_stopping!r}, it must be true, false or "never"')
 
 
+Params = SamplingParams | BeamSearchParams
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that has been checked: it can be served. `prompt` is `None` when the prompt came as token ids;
@@ -121,7 +124,7 @@ class PreparedRequest:
 
     prompt: str | None
     prompt_token_ids: list[int]
-    params: SamplingParams | BeamSearchParams
+    params: Params
     max_length: int
 
 
@@ -180,6 +183,8 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     finished: bool = False
+    cumulative_logprob: float | None = None
+    score: float | None = None
 
 
 def validate_prompt_token_ids(token_ids: SequenceOf[Any], vocabulary_size: int, max_model_len: int) -> list[int]:

@@ -4,15 +4,18 @@ Needs its own environment, for jpaged never imports torch; any Python that torch
 
     python -m venv /tmp/golden && /tmp/golden/bin/pip install torch transformers
     /tmp/golden/bin/python scripts/make_golden.py                    # the tiny random models
-    /tmp/golden/bin/python scripts/make_golden.py --demo MODEL_DIR   # greedy tokens of the demo model
+    /tmp/golden/bin/python scripts/make_golden.py --demo MODEL_DIR   # greedy tokens and beams of the demo model
 
 Tiny models: configurations and prompts below; weights come from tests/parity/seeded.py, so only logits are stored,
 and the mean error of transformers' own bfloat16 against them on the longest prompt.
 Demo model: for each prompt its ids, 64 greedy tokens in float32 (past any end of sequence), and at each step the
 distance between the two best logits, which tells a real difference from a near-tie.
+Beams of both: for each search its prompt, its parameters by the names of jpaged.BeamSearchParams, and all returned
+hypotheses with their scores, best first. A search that rounding could change is refused: tests ask for equality.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -92,6 +95,23 @@ CASES: dict[str, dict[str, Any]] = {
 }
 PROMPT_LENGTHS = (1, 7, 40)
 
+# Few layers and a small vocabulary: end tokens then come up often. These and the seeds were picked so that searches
+# complete many hypotheses, of many lengths; `_check_beams` holds them to it.
+_BEAM_MODEL = {"num_hidden_layers": 2, "vocab_size": 48}
+BEAM_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama_one_eos": (1, _LLAMA | _BEAM_MODEL | {"eos_token_id": 23}),
+    "llama_three_eos": (5, _LLAMA | _BEAM_MODEL | {"eos_token_id": [45, 28, 7]}),
+    "opt_one_eos": (2, _OPT | _BEAM_MODEL | {"eos_token_id": 44}),
+    "opt_two_eos": (6, _OPT | _BEAM_MODEL | {"eos_token_id": [17, 18]}),
+}
+BEAM_PROMPT_LENGTHS = (3, 9, 14)
+BEAM_WIDTHS = (2, 4, 8)
+BEAM_LENGTH_PENALTIES = (-0.7, 0.0, 0.6, 1.0, 1.4)
+BEAM_EARLY_STOPPING = (True, False, "never")
+BEAM_TOKENS = 16
+MIN_SCORE_GAP = 1e-5  # between hypotheses of one search; float32 rounding moves scores by less
+DEMO_BEAMS = {"beam_width": 4, "max_tokens": 24}
+
 RAW_PROMPTS = (
     "The capital of France is",
     "Once upon a time, in a village at the edge of a great forest, there lived",
@@ -103,6 +123,12 @@ RAW_PROMPTS = (
     "日本の首都は",
     "1, 1, 2, 3, 5, 8, 13,",
     "Water boils at 100 degrees Celsius because",
+)
+DEMO_BEAM_PROMPTS = (
+    ("raw", "The capital of France is", {"length_penalty": 1.0, "early_stopping": False}),
+    ("raw", "1, 1, 2, 3, 5, 8, 13,", {"length_penalty": 0.6, "early_stopping": True}),
+    ("chat", "What is the capital of Italy?", {"length_penalty": 1.4, "early_stopping": "never"}),
+    ("chat", "Translate into Spanish: Where is the library?", {"length_penalty": 1.0, "early_stopping": False}),
 )
 CHAT_PROMPTS = (
     "What is the capital of Italy?",
@@ -152,26 +178,137 @@ def _reference_model(config: dict[str, Any], seed: int) -> torch.nn.Module:
     return model
 
 
+def make_tiny_beams() -> None:
+    """Writes beams.json: per case its configuration, seed and searches."""
+    texts = []
+    for case, (seed, config) in BEAM_CASES.items():
+        model = _reference_model(config, seed)
+        precise = _reference_model(config, seed).double()
+        state = np.random.RandomState(5)
+        searches = []
+        for length in BEAM_PROMPT_LENGTHS:
+            prompt = state.randint(3, config["vocab_size"], length).tolist()
+            for width, penalty, stopping in itertools.product(BEAM_WIDTHS, BEAM_LENGTH_PENALTIES, BEAM_EARLY_STOPPING):
+                params = {
+                    "beam_width": width,
+                    "max_tokens": BEAM_TOKENS,
+                    "length_penalty": penalty,
+                    "early_stopping": stopping,
+                }
+                searches.append(_search(model, precise, prompt, params))
+        _check_beams(case, searches, _eos_token_ids(model))
+        lines = ",\n  ".join(json.dumps(search, separators=(",", ":")) for search in searches)
+        texts.append(f'"{case}": {{"config": {json.dumps(config)}, "seed": {seed}, "searches": [\n  {lines}]}}')
+    GOLDEN_DIR.mkdir(parents=True, exist_ok=True)
+    (GOLDEN_DIR / "beams.json").write_text("{\n " + ",\n ".join(texts) + "\n}\n")
+
+
+def _search(
+    model: torch.nn.Module, precise: torch.nn.Module, prompt: list[int], params: dict[str, Any]
+) -> dict[str, Any]:
+    """Search with `model` (float32); `precise` is the same model in float64, which must find the same."""
+    token_ids, scores = _beams(model, prompt, params)
+    gaps = -np.diff(scores)
+    if gaps.min() < MIN_SCORE_GAP or _beams(precise, prompt, params)[0] != token_ids:
+        raise SystemExit(f"rounding decides the search {params} after {prompt}; take another prompt")
+    rounded = [round(score, 6) for score in scores]
+    return {"prompt_token_ids": prompt, "params": params, "token_ids": token_ids, "scores": rounded}
+
+
+def _beams(model: torch.nn.Module, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[float]]:
+    """All returned hypotheses, best first: generated ids, the end token if there is one included, and scores."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        num_beams=params["beam_width"],
+        num_return_sequences=params["beam_width"],
+        max_new_tokens=params["max_tokens"],
+        length_penalty=params["length_penalty"],
+        early_stopping=params["early_stopping"],
+        eos_token_id=_eos_token_ids(model),
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    # beam_indices is -1 where a hypothesis has ended and padding follows.
+    lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
+    generated = out.sequences[:, len(prompt) :].tolist()
+    return [row[:length] for row, length in zip(generated, lengths, strict=True)], out.sequences_scores.tolist()
+
+
+def _eos_token_ids(model: torch.nn.Module) -> list[int]:
+    eos = model.config.eos_token_id
+    return [eos] if isinstance(eos, int) else eos
+
+
+def _check_beams(case: str, searches: list[dict[str, Any]], eos_token_ids: list[int]) -> None:
+    """The searches must tell rules apart: ends of all kinds, and results that change with every parameter."""
+    hypotheses = [ids for search in searches for ids in search["token_ids"]]
+    completed = [ids for ids in hypotheses if ids[-1] in eos_token_ids]
+    lengths = {len(ids) for ids in completed}
+    ends = {ids[-1] for ids in completed}
+    changes = {}
+    for name in ("length_penalty", "early_stopping"):
+        results: dict[str, set[str]] = {}
+        for search in searches:
+            others = {key: value for key, value in search["params"].items() if key != name}
+            found = results.setdefault(json.dumps([search["prompt_token_ids"], others]), set())
+            found.add(json.dumps(search["token_ids"]))
+        changes[name] = sum(len(found) > 1 for found in results.values()) / len(results)
+    share = len(completed) / len(hypotheses)
+    print(
+        f"{case}: {len(searches)} searches, {share:.0%} of hypotheses complete, of lengths {sorted(lengths)};"
+        f" results change with {', '.join(f'{name} in {part:.0%}' for name, part in changes.items())}"
+    )
+    if not (0.3 < share < 1 and len(lengths) >= 6 and ends == set(eos_token_ids) and min(changes.values()) > 0.3):
+        raise SystemExit(f"the searches of {case} show too little; take other seeds, prompts or end tokens")
+
+
 def make_demo(model_dir: Path) -> None:
     """Writes demo_tokens.json: per prompt its kind, text, ids, the greedy ids and the margin at each step."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    prompts = [("raw", text, tokenizer(text)["input_ids"]) for text in RAW_PROMPTS]
-    for text in CHAT_PROMPTS:
-        rendered = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-        )
-        prompts.append(("chat", text, tokenizer(rendered, add_special_tokens=False)["input_ids"]))
+    tokenizer, model = _demo_model(model_dir)
     records = []
-    for kind, text, ids in prompts:
+    for kind, text in [*(("raw", text) for text in RAW_PROMPTS), *(("chat", text) for text in CHAT_PROMPTS)]:
+        ids = _encode(tokenizer, kind, text)
         tokens, margins = _greedy(model, ids)
         records.append({"kind": kind, "text": text, "prompt_token_ids": ids, "token_ids": tokens, "margins": margins})
         print(f"{kind} {text!r} -> {tokenizer.decode(tokens)!r}")
+    _write_records("demo_tokens.json", records)
+
+
+def make_demo_beams(model_dir: Path) -> None:
+    """Writes demo_beams.json: a list of searches."""
+    tokenizer, model = _demo_model(model_dir)
+    precise = _demo_model(model_dir)[1].double()
+    searches = []
+    for kind, text, settings in DEMO_BEAM_PROMPTS:
+        search = _search(model, precise, _encode(tokenizer, kind, text), DEMO_BEAMS | settings)
+        searches.append(search)
+        print(f"{kind} {text!r} -> {[tokenizer.decode(ids) for ids in search['token_ids']]}")
+    _write_records("demo_beams.json", searches)
+
+
+def _demo_model(model_dir: Path) -> tuple[Any, torch.nn.Module]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
+    return transformers.AutoTokenizer.from_pretrained(model_dir), model.eval()
+
+
+def _encode(tokenizer: Any, kind: str, text: str) -> list[int]:
+    if kind == "raw":
+        return tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(rendered, add_special_tokens=False)["input_ids"]
+
+
+def _write_records(name: str, records: list[dict[str, Any]]) -> None:
     lines = ",\n ".join(json.dumps(record, ensure_ascii=False) for record in records)
     GOLDEN_DIR.mkdir(parents=True, exist_ok=True)
-    (GOLDEN_DIR / "demo_tokens.json").write_text(f"[{lines}]\n")
+    (GOLDEN_DIR / name).write_text(f"[{lines}]\n")
 
 
 @torch.no_grad()
@@ -189,12 +326,16 @@ def _greedy(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, metavar="MODEL_DIR", help="write the demo model's tokens instead")
+    parser.add_argument(
+        "--demo", type=Path, metavar="MODEL_DIR", help="write the demo model's tokens and beams instead"
+    )
     arguments = parser.parse_args()
     if arguments.demo is None:
         make_tiny()
+        make_tiny_beams()
     else:
         make_demo(arguments.demo)
+        make_demo_beams(arguments.demo)
 
 
 if __name__ == "__main__":

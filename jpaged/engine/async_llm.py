@@ -22,7 +22,7 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import AbortedError, EngineFailedError, JpagedError, QueueFullError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats, Observer
-from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, SamplingParams
+from jpaged.request import Message, OutputDelta, Params, PreparedRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_BUFFERED_DELTAS = 64
@@ -107,7 +107,7 @@ class AsyncLLM:
         return self._engine.stats()
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self, prompt: Prompt, params: Params | None = None, request_id: str | None = None
     ) -> AsyncGenerator[OutputDelta]:
         """Yield what each step adds to a request; the last delta is `finished`. Closing the iterator ends the work.
 
@@ -140,15 +140,27 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its reader gets AbortedError. `False` if there is no such request."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[bool] = loop.create_future()
+        error = AbortedError(f"request {request_id!r} was aborted")
+        return await self._ask(lambda: self._fail(request_id, error))
 
-        def command() -> None:
-            aborted = self._fail(request_id, AbortedError(f"request {request_id!r} was aborted"))
-            _call(loop, lambda: done.done() or done.set_result(aborted))
+    async def pin_prefix(self, name: str, prefix: Prompt) -> int:
+        """Compute a prompt prefix and keep its full pages on the device; return how many tokens they hold.
 
-        self._send(command)
-        return await done
+        Raises:
+            InvalidRequestError, CapacityError: as `generate`, and as Engine.pin_prefix.
+        """
+        token_ids: list[int] = []
+        async for delta in self.generate(prefix, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)):
+            token_ids = delta.request.prompt_token_ids
+        return await self._ask(lambda: self._engine.pin_prefix(name, token_ids))
+
+    async def unpin_prefix(self, name: str) -> bool:
+        """`False` if no prefix of that name is pinned."""
+        return await self._ask(lambda: self._engine.unpin_prefix(name))
+
+    async def flush_prefix_cache(self) -> None:
+        """Forget what is cached."""
+        await self._ask(self._engine.flush_prefix_cache)
 
     def close(self) -> None:
         """End all requests and the thread."""
@@ -161,6 +173,22 @@ class AsyncLLM:
             if self._closed:
                 raise EngineClosedError("the engine is closed; use another one")
             self._commands.put(command)
+
+    async def _ask[T](self, question: Callable[[], T]) -> T:
+        """Have the engine's thread answer, between two steps; what it raises is raised here."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                value = question()
+            except JpagedError as error:
+                _call(loop, lambda error=error: answer.done() or answer.set_exception(error))
+            else:
+                _call(loop, lambda: answer.done() or answer.set_result(value))
+
+        self._send(command)
+        return await answer
 
     def _run(self) -> None:
         try:

@@ -17,18 +17,16 @@ from jpaged.request import (
     BeamSearchParams,
     CompletionOutput,
     OutputDelta,
+    Params,
     PreparedRequest,
     Prompt,
     RequestOutput,
     RequestTimes,
-    SamplingParams,
     validate_prompt_token_ids,
 )
 from jpaged.scheduling.scheduler import Progress
 from jpaged.scheduling.sequence import Sequence, SequenceGroup
 from jpaged.step_plan import RowSampling, StepPlan
-
-Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(slots=True)
@@ -91,6 +89,11 @@ class Engine:
                     raise InvalidRequestError(
                         f"stop_token_ids holds {token_id}, the vocabulary has ids 0..{spec.vocab_size - 1}"
                     )
+        if params.priority and self.parts.config.policy != "priority":
+            raise InvalidRequestError(
+                f'priority is {params.priority}, but the engine serves by "{self.parts.config.policy}";'
+                ' leave it out, or start the engine with the policy "priority"'
+            )
         max_length = self._max_length(len(token_ids), params.max_tokens, width)
         self._scheduler.check_fits(len(token_ids), max_length, width)
         return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_length)
@@ -153,13 +156,13 @@ class Engine:
         request_ids = list(self._group_ids)
         for request_id in request_ids:
             self.abort_request(request_id)
-        self._scheduler.flush_prefix_cache(with_pins=True)
+        self._scheduler.books.flush_prefix_cache(with_pins=True)
         self._runner.reset()
         return request_ids
 
     def flush_prefix_cache(self) -> None:
         """Forget what is cached; pinned prefixes stay in memory but are not found again."""
-        self._scheduler.flush_prefix_cache()
+        self._scheduler.books.flush_prefix_cache()
 
     def pin_prefix(self, name: str, token_ids: list[int]) -> int:
         """Keep the full pages of a prefix that has been computed; return how many tokens they hold.
@@ -170,13 +173,13 @@ class Engine:
         """
         if not self.parts.config.enable_prefix_caching:
             raise InvalidRequestError("prefix caching is off, so nothing can be pinned; set enable_prefix_caching")
-        if self._scheduler.is_pinned(name):
+        if self._scheduler.books.is_pinned(name):
             raise InvalidRequestError(f"a prefix named {name!r} is pinned already; unpin it first")
-        return self._scheduler.pin(name, token_ids, self._cache_keys("")) * self.parts.page_size_tokens
+        return self._scheduler.books.pin(name, token_ids, self._cache_keys("")) * self.parts.page_size_tokens
 
     def unpin_prefix(self, name: str) -> bool:
         """`False` if no prefix of that name is pinned."""
-        return self._scheduler.unpin(name)
+        return self._scheduler.books.unpin(name)
 
     def stats(self) -> EngineStats:
         scheduler, pool, host_pool = self._scheduler, self._scheduler.pool, self._scheduler.host_pool
@@ -185,13 +188,13 @@ class Engine:
             pages_free=pool.num_free,
             pages_used=pool.num_used,
             pages_cached=pool.num_cached,
-            pages_pinned=scheduler.num_pinned_pages,
+            pages_pinned=scheduler.books.num_pinned_pages,
             host_pages_total=host_pool.num_pages,
             host_pages_used=host_pool.num_used,
             host_pages_cached=host_pool.num_cached,
             rows_running=scheduler.num_running,
             rows_waiting=scheduler.num_waiting,
-            preemptions=scheduler.num_preemptions,
+            preemptions=sum(scheduler.preemptions.values()),
             preemptions_swap=scheduler.preemptions["swap"],
             preemptions_recompute=scheduler.preemptions["recompute"],
             prefix_cache_queries_tokens=scheduler.prefix_queries_tokens,
@@ -361,7 +364,17 @@ class Engine:
         self._finish(request, now)
         last = len(output.outputs) - 1
         return [
-            OutputDelta(output, c.index, c.text, list(c.token_ids), c.finish_reason, c.stop_reason, c.index == last)
+            OutputDelta(
+                output,
+                c.index,
+                c.text,
+                list(c.token_ids),
+                c.finish_reason,
+                c.stop_reason,
+                finished=c.index == last,
+                cumulative_logprob=c.cumulative_logprob,
+                score=c.score,
+            )
             for c in output.outputs
         ]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from jpaged.config import EngineConfig
-from jpaged.engine.engine import Engine, Params
+from jpaged.engine.engine import Engine
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
@@ -14,6 +14,7 @@ from jpaged.request import (
     BeamSearchParams,
     Message,
     OutputDelta,
+    Params,
     PreparedRequest,
     Prompt,
     RequestOutput,

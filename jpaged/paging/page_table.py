@@ -37,9 +37,11 @@ class PageTable:
     def shared_page(self, position: int) -> int | None:
         """The page that a write at `position` would change for others too: it must be copied before; else `None`."""
         index = position // self.page_size_tokens
-        if index >= len(self.pages) or self._pool.refcount(self.pages[index]) == 1:
-            return None
-        return self.pages[index]
+        return self.pages[index] if index < len(self.pages) and self.is_shared(index) else None
+
+    def is_shared(self, index: int) -> bool:
+        """Whether the page at an index of the table has other owners."""
+        return self._pool.refcount(self.pages[index]) > 1
 
     def replace_shared_page(self, position: int) -> tuple[int, int, int]:
         """Put a new page in the place of the shared one at `position`; return (index, old page, new page).

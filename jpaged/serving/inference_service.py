@@ -22,7 +22,7 @@ from jpaged.errors import (
     QueueFullError,
 )
 from jpaged.request import OutputDelta
-from jpaged.serving.messages import read_messages, read_prompt, read_sampling, write_delta, write_output
+from jpaged.serving.messages import read_messages, read_method, read_prefix, read_prompt, write_delta, write_output
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1 import inference_pb2_grpc
 
@@ -129,6 +129,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return await _answer(context, self._abort(request))
 
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Context) -> pb.PinPrefixResponse:
+        return await _answer(context, self._pin(request))
+
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Context) -> pb.UnpinPrefixResponse:
+        return await _answer(context, self._unpin(request))
+
+    async def FlushPrefixCache(
+        self, request: pb.FlushPrefixCacheRequest, context: Context
+    ) -> pb.FlushPrefixCacheResponse:
+        return await _answer(context, self._flush())
+
     @asynccontextmanager
     async def _call(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[_CallLog]:
         """What all Generate calls share: admission, the client's deadline, the status for an error, the log line."""
@@ -159,7 +170,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         llm = self._open_llm(request.model)
         if self._state == pb.SERVER_STATE_DRAINING:
             raise _StatusError(grpc.StatusCode.UNAVAILABLE, "the server is draining; use another one")
-        params = read_sampling(request.sampling)
+        params = read_method(request)
         prompt = await asyncio.to_thread(read_prompt, request, llm.render_chat)
         async with aclosing(llm.generate(prompt, params, log.request_id)) as stream:
             async for delta in stream:
@@ -213,7 +224,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             info.page_size_tokens = self._llm.parts.page_size_tokens
             info.max_num_seqs, info.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
             for field in (
-                *("pages_total", "pages_free", "pages_used", "pages_cached", "rows_running", "rows_waiting"),
+                *("pages_total", "pages_free", "pages_used", "pages_cached", "pages_pinned"),
+                *("host_pages_total", "host_pages_used", "host_pages_cached", "rows_running", "rows_waiting"),
+                *("prefix_cache_queries_tokens", "prefix_cache_hits_tokens"),
                 *("preemptions", "steps", "buckets", "compilations_after_ready", "ready_seconds"),
             ):
                 setattr(info, field, getattr(stats, field))
@@ -224,6 +237,19 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not request.request_id:
             raise InvalidRequestError("request_id is empty; name the request to abort")
         return pb.AbortResponse(aborted=await llm.abort(request.request_id))
+
+    async def _pin(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
+        llm = self._open_llm("")
+        if not request.name:
+            raise InvalidRequestError("name is empty; name the prefix, so that it can be unpinned")
+        return pb.PinPrefixResponse(pinned_tokens=await llm.pin_prefix(request.name, read_prefix(request)))
+
+    async def _unpin(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
+        return pb.UnpinPrefixResponse(unpinned=await self._open_llm("").unpin_prefix(request.name))
+
+    async def _flush(self) -> pb.FlushPrefixCacheResponse:
+        await self._open_llm("").flush_prefix_cache()
+        return pb.FlushPrefixCacheResponse()
 
     def _open_llm(self, model: str) -> AsyncLLM:
         if self._llm is None:

@@ -1,14 +1,25 @@
 """Between the wire's messages and the engine's values."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal
 
 from jpaged.errors import InvalidRequestError
-from jpaged.request import CompletionOutput, Message, OutputDelta, Prompt, RequestOutput, SamplingParams
+from jpaged.request import (
+    BeamSearchParams,
+    CompletionOutput,
+    Message,
+    OutputDelta,
+    Params,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+)
 from jpaged.v1 import inference_pb2 as pb
 
 # Fields of the wire's SamplingParams that the engine honours, under the same names.
 HONOURED = (
+    "n",
     "temperature",
     "top_p",
     "top_k",
@@ -19,22 +30,26 @@ HONOURED = (
     "ignore_eos",
     "detokenize",
     "skip_special_tokens",
+    "priority",
+    "cache_salt",
+    "skip_reading_prefix_cache",
 )
 # What max_tokens says on the wire to go on to the context's end.
 UNLIMITED_TOKENS = -1
 # The value with which a field that the engine cannot honour yet asks for nothing. Fields that are in neither list are
 # refused whenever they are set.
 NEUTRAL: dict[str, Any] = {
-    "n": 1,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_tokens": 0,
     "include_stop_str_in_output": False,
     "spaces_between_special_tokens": True,
-    "priority": 0,
-    "cache_salt": "",
-    "skip_reading_prefix_cache": True,
+}
+_EARLY_STOPPING: dict[Any, bool | Literal["never"]] = {
+    pb.EARLY_STOPPING_FALSE: False,
+    pb.EARLY_STOPPING_TRUE: True,
+    pb.EARLY_STOPPING_NEVER: "never",
 }
 _FINISH_REASONS = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
 _FINISH_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
@@ -50,6 +65,14 @@ def read_prompt(request: pb.GenerateRequest, render_chat: Callable[[list[Message
     if kind == "chat":
         return render_chat(read_messages(request.chat))
     raise InvalidRequestError("prompt is not set; give text, token_ids or chat")
+
+
+def read_prefix(request: pb.PinPrefixRequest) -> Prompt:
+    """Raises InvalidRequestError if there is none."""
+    kind = request.WhichOneof("prefix")
+    if kind is None:
+        raise InvalidRequestError("prefix is not set; give text or token_ids")
+    return request.text if kind == "text" else {"prompt_token_ids": list(request.token_ids.ids)}
 
 
 def read_messages(chat: pb.Chat) -> list[Message]:
@@ -78,6 +101,35 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**values)
 
 
+def read_method(request: pb.GenerateRequest) -> Params:
+    """Raises InvalidRequestError as `read_sampling`."""
+    if request.WhichOneof("method") == "beam_search":
+        return read_beam_search(request.beam_search)
+    return read_sampling(request.sampling)
+
+
+def read_beam_search(message: pb.BeamSearchParams) -> BeamSearchParams:
+    """Raises InvalidRequestError for a value out of range."""
+    values = {field.name: value for field, value in message.ListFields()}
+    values["beam_width"] = message.beam_width
+    stopping = values.pop("early_stopping", pb.EARLY_STOPPING_FALSE)
+    if stopping not in _EARLY_STOPPING:
+        raise InvalidRequestError(f"beam_search.early_stopping is {stopping}, which is none of the known values")
+    return BeamSearchParams(**values, early_stopping=_EARLY_STOPPING[stopping])
+
+
+def write_method(request: pb.GenerateRequest, params: Params) -> None:
+    """Put the parameters of either method into a request."""
+    if isinstance(params, BeamSearchParams):
+        values = {field.name: getattr(params, field.name) for field in fields(params)}
+        stopping = values.pop("early_stopping")
+        number = next(number for number, value in _EARLY_STOPPING.items() if value == stopping)
+        given = {name: value for name, value in values.items() if value is not None}
+        request.beam_search.CopyFrom(pb.BeamSearchParams(**given, early_stopping=number))
+    else:
+        request.sampling.CopyFrom(write_sampling(params))
+
+
 def write_sampling(params: SamplingParams) -> pb.SamplingParams:
     """The inverse of `read_sampling`."""
     values = {name: getattr(params, name) for name in HONOURED}
@@ -99,7 +151,13 @@ def write_prompt(request: pb.GenerateRequest, prompt: Prompt | list[Message]) ->
 
 
 def write_delta(delta: OutputDelta) -> pb.GenerateStreamResponse:
-    completion = pb.Completion(index=delta.index, text=delta.text, token_ids=delta.token_ids)
+    completion = pb.Completion(
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        cumulative_logprob=delta.cumulative_logprob,
+        score=delta.score,
+    )
     _write_finish(completion, delta.finish_reason, delta.stop_reason)
     response = pb.GenerateStreamResponse(request_id=delta.request.request_id, delta=completion)
     if delta.finished:
@@ -110,7 +168,13 @@ def write_delta(delta: OutputDelta) -> pb.GenerateStreamResponse:
 def write_output(output: RequestOutput) -> pb.GenerateResponse:
     completions = []
     for source in output.outputs:
-        completion = pb.Completion(index=source.index, text=source.text, token_ids=source.token_ids)
+        completion = pb.Completion(
+            index=source.index,
+            text=source.text,
+            token_ids=source.token_ids,
+            cumulative_logprob=source.cumulative_logprob,
+            score=source.score,
+        )
         _write_finish(completion, source.finish_reason, source.stop_reason)
         completions.append(completion)
     return pb.GenerateResponse(request_id=output.request_id, completions=completions, usage=_usage(output))
@@ -124,6 +188,8 @@ def read_completion(completion: pb.Completion) -> CompletionOutput:
         token_ids=list(completion.token_ids),
         finish_reason=_FINISH_NAMES.get(completion.finish_reason),
         stop_reason=None if stop_reason is None else getattr(completion, stop_reason),
+        cumulative_logprob=completion.cumulative_logprob if completion.HasField("cumulative_logprob") else None,
+        score=completion.score if completion.HasField("score") else None,
     )
 
 

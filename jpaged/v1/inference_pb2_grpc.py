@@ -75,6 +75,21 @@ class InferenceStub:
                 request_serializer=jpaged_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
                 response_deserializer=jpaged_dot_v1_dot_inference__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/jpaged.v1.Inference/PinPrefix',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/jpaged.v1.Inference/UnpinPrefix',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/jpaged.v1.Inference/FlushPrefixCache',
+                request_serializer=jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -131,6 +146,26 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Computes a prompt prefix once and keeps its full pages on the device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushPrefixCache(self, request, context):
+        """Forgets all cached prefixes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +203,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=jpaged_dot_v1_dot_inference__pb2.AbortRequest.FromString,
                     response_serializer=jpaged_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.PinPrefixRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.UnpinPrefixResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -365,6 +415,87 @@ class Inference:
             '/jpaged.v1.Inference/Abort',
             jpaged_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
             jpaged_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.Inference/PinPrefix',
+            jpaged_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.Inference/UnpinPrefix',
+            jpaged_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jpaged.v1.Inference/FlushPrefixCache',
+            jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+            jpaged_dot_v1_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -201,14 +201,14 @@ def test_a_pinned_prefix_stays():
     loop = Loop(num_pages=20, enable_prefix_caching=True, max_pinned_pages=8)
     loop.add(prompt(16), 1)
     loop.run()
-    assert loop.scheduler.pin("system", prompt(16), ()) == 4
+    assert loop.scheduler.books.pin("system", prompt(16), ()) == 4
     for salt in range(1, 5):
         loop.add(prompt(30, salt), 10)
     loop.run()
     again = loop.add(prompt(17), 3)
     loop.run()
     assert again.group.num_cached_tokens == 16
-    assert loop.scheduler.unpin("system") and not loop.scheduler.unpin("system")
+    assert loop.scheduler.books.unpin("system") and not loop.scheduler.books.unpin("system")
     loop.scheduler.check_invariants()
 
 
