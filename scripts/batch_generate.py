@@ -14,7 +14,7 @@ from jpaged import LLM, SamplingParams
 
 def main(model: str, prompts_path: str, answers_path: str) -> None:
     prompts = [line for line in Path(prompts_path).read_text(encoding="utf-8").split("\n") if line.strip()]
-    llm = LLM(model, max_model_len=2048)
+    llm = LLM(model)
     outputs = llm.chat(
         [[{"role": "user", "content": prompt}] for prompt in prompts],
         SamplingParams(temperature=0.0, max_tokens=128),

@@ -25,6 +25,8 @@ class CallFailedError(JpagedError):
 
     def __init__(self, error: grpc.RpcError) -> None:
         code, details = error.code(), error.details()  # type: ignore[attr-defined]
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # gRPC says no more than that
+            details = "no server answered in time; check that it runs and the address"
         super().__init__(f"{code.name}: {details}")
 
 
@@ -37,18 +39,18 @@ class _Speaker:
         self._description = "nothing yet"
 
     def answer(self, messages: Prompt | list[Message]) -> Iterator[str]:
-        start, first_token, usage = time.monotonic(), 0.0, Usage(0, 0, 0)
-        with _as_call_failed():
-            for delta in self._client.stream(messages, self._params):
-                first_token = first_token or time.monotonic()
-                usage = delta.usage or usage
-                yield delta.text
-        seconds = time.monotonic() - first_token
-        rate = f"{(usage.generated_tokens - 1) / seconds:.1f} tokens/s" if usage.generated_tokens > 1 else "no more"
-        self._description = (
-            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.generated_tokens} generated;"
-            f" time to first token {first_token - start:.3f} s, then {rate}"
-        )
+        usage: Usage | None = None
+        times, generated = [time.monotonic()], 0
+        try:
+            with _as_call_failed():
+                for delta in self._client.stream(messages, self._params):
+                    times.append(time.monotonic())
+                    generated += len(delta.token_ids)
+                    usage = delta.usage or usage
+                    yield delta.text
+        finally:
+            if generated:
+                self._description = _describe_answer(usage, times, generated)
 
     def describe(self) -> str:
         return self._description
@@ -106,6 +108,14 @@ def info(address: Address = _DEFAULT_ADDRESS) -> None:
     """Print what is served and how full the server is."""
     with Client(address) as connection, _as_call_failed():
         print(f"{connection.model_info()}{connection.server_info()}", end="")
+
+
+def _describe_answer(usage: Usage | None, times: list[float], generated: int) -> str:
+    """`times` is the start, then every delta's. Without usage, which comes with the last delta, it was stopped."""
+    prompt = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), " if usage else "stopped: "
+    seconds = times[-1] - times[1]
+    rate = f"{(generated - 1) / seconds:.1f} tokens/s" if generated > 1 and seconds > 0 else "no more"
+    return f"{prompt}{generated} generated; time to first token {times[1] - times[0]:.3f} s, then {rate}"
 
 
 def _describe_server(connection: Client) -> str:

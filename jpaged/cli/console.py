@@ -17,9 +17,9 @@ notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 @contextmanager
 def progress_bar():
-    """A bar on stderr for counted work; leaves no trace when done."""
+    """A bar on stderr for counted work, if that is a terminal; leaves no trace when done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True) as progress:
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
         yield progress
 
 
@@ -29,16 +29,17 @@ def start_llm(config: EngineConfig):
     from jpaged.engine.llm import LLM
 
     with progress_bar() as progress:
-        task = progress.add_task("Compiling", total=None)
+        task = progress.add_task("Loading", total=None)  # until there is something to compile
 
         def report(what: str, done: int, total: int) -> None:
             progress.update(task, description=f"Compiling {what}", completed=done, total=total)
 
         llm = LLM(config.model, report=report, **config.options())
     stats = llm.stats()
+    compiled = f"{stats.compilations} programs compiled" if stats.compilations else "compiled earlier"
     notes.print(
         f"Ready in {stats.ready_seconds:.1f} s: {llm.engine.parts.dtype}, {stats.pages_total} pages,"
-        f" {stats.buckets} shapes ({stats.compilations} programs compiled, the rest from the cache)."
+        f" {stats.buckets} shapes ({compiled})."
     )
     return llm
 

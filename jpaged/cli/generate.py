@@ -77,10 +77,14 @@ def _generate(llm, prompts: list[Prompt], params: SamplingParams) -> list[Reques
 
 def _stream(llm, prompt: Prompt, params: SamplingParams, stats: bool) -> None:
     pages_peak, output = 0, None
-    for delta in llm.stream(prompt, params):
-        write_text(delta.text if llm.tokenizer is not None else f"{delta.token_ids[0]} ")
-        pages_peak = max(pages_peak, llm.stats().pages_used)
-        output = delta.request
+    try:
+        for delta in llm.stream(prompt, params):
+            write_text(delta.text if llm.tokenizer is not None else f"{delta.token_ids[0]} ")
+            pages_peak = max(pages_peak, llm.stats().pages_used)
+            output = delta.request
+    except KeyboardInterrupt:
+        write_text("\n")
+        raise
     write_text("\n")
     if stats and output is not None:
         notes.print(describe_answer(output, llm.stats(), pages_peak))

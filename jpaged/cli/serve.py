@@ -29,7 +29,8 @@ def serve(
     """Serve a model over gRPC (jpaged.v1.Inference, grpc.health.v1, reflection) until SIGTERM."""
     from jpaged.serving.server import Server, ServerConfig
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jpaged").setLevel(logging.INFO)  # others, such as jax, report every backend that they try
     server_config = ServerConfig(
         host=host,
         port=port,

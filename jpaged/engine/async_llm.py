@@ -230,7 +230,9 @@ class AsyncLLM:
             return True
 
     def _add(self, request_id: str, request: PreparedRequest, stream: _Stream) -> None:
-        waiting = self._engine.stats().rows_waiting
+        stats = self._engine.stats()
+        # Those who came since the last step wait for no row as long as there are free ones.
+        waiting = stats.rows_waiting - (self.parts.config.max_num_seqs - stats.rows_running)
         try:
             if waiting >= self._max_queued_requests:
                 raise QueueFullError(

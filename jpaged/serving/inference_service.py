@@ -314,4 +314,10 @@ async def _answer[T](context: Context, coroutine: Coroutine[Any, Any, T]) -> T:
 async def _abort(context: Context, error: _StatusError) -> None:
     if isinstance(error.__cause__, QueueFullError):
         context.set_trailing_metadata(((RETRY_AFTER_KEY, str(RETRY_AFTER_MS)),))
-    await context.abort(error.code, str(error))
+    try:
+        await context.abort(error.code, str(error))
+    except grpc.aio.AbortError:
+        raise
+    except Exception as failure:
+        # grpc's class for this is private: the call has ended meanwhile, and nobody is left to be told.
+        raise asyncio.CancelledError from failure

@@ -6,7 +6,7 @@ https://platform.openai.com/docs/guides/batch describes the format.
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeGuard
@@ -104,7 +104,7 @@ class BatchRun:
             if custom_id is not None:
                 met.add(custom_id)
 
-    def answer(self, engine: Engine) -> Iterator[str]:
+    def answer(self, engine: Engine) -> Generator[str]:
         """Answer what is not answered yet; yield each custom id (or line number) as its line is written.
 
         Stopping the iteration early ends the requests in the engine.

@@ -12,10 +12,8 @@ from jpaged.client import Client
 from jpaged.engine.tokenizer import BYTE_OF_LETTER
 from jpaged.v1.inference_pb2_grpc import InferenceStub
 from tests.fakes.tiny_models import TINY_LLAMA, write_random_checkpoint
-from tests.serving.server_process import SMALL, ServerProcess, wait_until_idle
+from tests.serving.server_process import MAX_MESSAGE_BYTES, MODEL_NAME, SMALL, ServerProcess, wait_until_idle
 
-MODEL_NAME = "tiny"
-MAX_MESSAGE_BYTES = 65536
 LETTER_OF_BYTE = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 

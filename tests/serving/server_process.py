@@ -7,17 +7,25 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from jpaged.client import Client
 from jpaged.v1.inference_pb2 import GetServerInfoResponse
 
 ROOT = Path(__file__).resolve().parents[2]
 # So few shapes that they compile in seconds. No request of more than 2,401 tokens ever fits.
-SMALL = (
-    *("--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "8", "--max-num-batched-tokens", "16"),
-    *("--page-size", "4", "--num-pages", "600"),
-)
+SMALL_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+    "num_pages": 600,
+}
+SMALL = tuple(word for name, value in SMALL_OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value)))
+# Of the shared server.
+MODEL_NAME = "tiny"
+MAX_MESSAGE_BYTES = 65536
 PATIENCE_SECONDS = 120.0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from jpaged.client import AsyncClient, Client
 from jpaged.request import SamplingParams
+from jpaged.serving.messages import HONOURED, NEUTRAL
 from jpaged.v1 import inference_pb2 as pb
-from tests.serving.conftest import MAX_MESSAGE_BYTES, MODEL_NAME
+from tests.serving.server_process import MAX_MESSAGE_BYTES, MODEL_NAME
 
 PROMPT = pb.TokenIds(ids=[3, 4, 5])
 LONG = SamplingParams(temperature=0.0, max_tokens=2300, ignore_eos=True)
@@ -44,7 +46,7 @@ def test_a_bad_prompt_is_refused(stub, name):
     for call in (stub.Generate, stub.GenerateStream):
         code, details = status_of(lambda call=call: call(request))
         assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert_matches(details, message)
+        assert re.search(message, details)
 
 
 BAD_VALUES = [
@@ -68,6 +70,47 @@ def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_range(stub,
     code, details = status_of(lambda: stub.Generate(request))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert message in details
+
+
+UNSUPPORTED = {
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {3: 1.0},
+    "allowed_token_ids": [3],
+    "bad_words": ["a"],
+    "structured_outputs": pb.StructuredOutputs(regex="a*"),
+    "min_tokens": 1,
+    "stop": ["a"],
+    "include_stop_str_in_output": True,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+    "spaces_between_special_tokens": False,
+    "output_kind": pb.OUTPUT_KIND_CUMULATIVE,
+    "truncate_prompt_tokens": 1,
+    "priority": 1,
+    "cache_salt": "salt",
+    "skip_reading_prefix_cache": False,
+}
+
+
+def test_a_field_is_honoured_or_refused_by_name(stub):
+    """Fault 11: no parameter is silently ignored."""
+    assert {*HONOURED, *UNSUPPORTED} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    for field, value in UNSUPPORTED.items():
+        request = pb.GenerateRequest(token_ids=PROMPT, sampling=pb.SamplingParams(**{field: value}))
+        for call in (stub.Generate, stub.GenerateStream):
+            code, details = status_of(lambda call=call, request=request: call(request))
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert f"sampling.{field} is " in details and "leave it out" in details
+
+
+def test_fields_that_ask_for_nothing_are_accepted(stub):
+    neutral = pb.SamplingParams(**NEUTRAL, temperature=0.0, max_tokens=3, ignore_eos=True)
+    plain = pb.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    answers = [stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=sampling)) for sampling in (neutral, plain)]
+    assert answers[0].completions == answers[1].completions
 
 
 def test_a_request_that_never_fits_is_told_so(client, stub):
@@ -188,9 +231,3 @@ def test_the_log_has_one_line_for_each_request_without_its_text(server, client):
     [line] = server.wait_for_log(r"request 'two\\nlines': (.*)")
     assert line[1].startswith("OK, 6 prompt tokens, 3 generated, ")
     assert "secret" not in server.log
-
-
-def assert_matches(text: str, pattern: str) -> None:
-    import re
-
-    assert re.search(pattern, text), text
