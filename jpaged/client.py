@@ -16,8 +16,8 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.request import CompletionOutput, Message, Prompt, SamplingParams
-from jpaged.serving.messages import read_completion, write_prompt, write_sampling
+from jpaged.request import CompletionOutput, Message, Params, Prompt
+from jpaged.serving.messages import read_completion, write_method, write_prompt
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1 import inference_pb2_grpc
 
@@ -71,7 +71,7 @@ class Client:
     def generate(
         self,
         prompt: Prompt | list[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -81,7 +81,7 @@ class Client:
     def stream(
         self,
         prompt: Prompt | list[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -111,6 +111,23 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """End a request by its id; `False` if there is none."""
         return self._stub.Abort(pb.AbortRequest(request_id=request_id)).aborted
+
+    def pin_prefix(self, name: str, prefix: Prompt) -> int:
+        """Compute a prompt prefix once and keep it on the device; return how many of its tokens are in full pages."""
+        request = pb.PinPrefixRequest(name=name)
+        if isinstance(prefix, str):
+            request.text = prefix
+        else:
+            request.token_ids.ids.extend(prefix["prompt_token_ids"])
+        return self._stub.PinPrefix(request).pinned_tokens
+
+    def unpin_prefix(self, name: str) -> bool:
+        """`False` if no prefix of that name is pinned."""
+        return self._stub.UnpinPrefix(pb.UnpinPrefixRequest(name=name)).unpinned
+
+    def flush_prefix_cache(self) -> None:
+        """Have the server forget all cached prefixes."""
+        self._stub.FlushPrefixCache(pb.FlushPrefixCacheRequest())
 
     def health(self) -> str:
         """SERVING or NOT_SERVING."""
@@ -153,7 +170,7 @@ class AsyncClient:
     async def generate(
         self,
         prompt: Prompt | list[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -163,7 +180,7 @@ class AsyncClient:
     async def stream(
         self,
         prompt: Prompt | list[Message],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         request_id: str = "",
         timeout: float | None = None,
@@ -183,11 +200,11 @@ class AsyncClient:
         return await self._stub.GetServerInfo(pb.GetServerInfoRequest())
 
 
-def _request(prompt: Prompt | list[Message], params: SamplingParams | None, request_id: str) -> pb.GenerateRequest:
+def _request(prompt: Prompt | list[Message], params: Params | None, request_id: str) -> pb.GenerateRequest:
     request = pb.GenerateRequest(request_id=request_id)
     write_prompt(request, prompt)
     if params is not None:
-        request.sampling.CopyFrom(write_sampling(params))
+        write_method(request, params)
     return request
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from jpaged.errors import InvalidRequestError
 
 MAX_SEED = 2**64 - 1
+MAX_TEMPERATURE = 1e6  # beyond any use; every token is as likely as any other long before
 MAX_BEAM_WIDTH = 10
 MAX_LENGTH_PENALTY = 100.0  # beyond, lengths to its power leave what floats can hold
 
@@ -62,10 +63,12 @@ class SamplingParams:
         """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
         _whole("n", self.n, low=1)
         _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
-        _number("temperature", self.temperature, low=0.0, high=math.inf)
+        _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
-        _whole("top_k", self.top_k, low=-1)
+        _whole("top_k", self.top_k, low=-1, high=2**31 - 1)
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize", "skip_reading_prefix_cache"):
+            _boolean(name, getattr(self, name))
         if self.seed is not None:
             _whole("seed", self.seed, low=0, high=MAX_SEED)
         if self.max_tokens is not None:
@@ -107,9 +110,14 @@ class BeamSearchParams:
         _whole("beam_width", self.beam_width, low=1, high=MAX_BEAM_WIDTH)
         _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
         _number("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
-        _number("temperature", self.temperature, low=0.0, high=math.inf)
+        _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, low=1)
+        for name in (
+            *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
+            "skip_reading_prefix_cache",
+        ):
+            _boolean(name, getattr(self, name))
         if self.early_stopping not in (True, False, "never"):
             raise InvalidRequestError(f'early_stopping is {self.early_stopping!r}, it must be true, false or "never"')
 
@@ -192,14 +200,14 @@ def validate_prompt_token_ids(token_ids: SequenceOf[Any], vocabulary_size: int, 
 
     One position is kept free for the first generated token.
     """
-    if len(token_ids) == 0:
+    ids = _token_ids("prompt_token_ids", token_ids)
+    if not ids:
         raise InvalidRequestError("the prompt has no tokens; give at least one")
-    if len(token_ids) >= max_model_len:
+    if len(ids) >= max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {len(token_ids)} tokens, the limit is {max_model_len - 1} (a context of {max_model_len}"
+            f"the prompt has {len(ids)} tokens, the limit is {max_model_len - 1} (a context of {max_model_len}"
             " less one token to generate); shorten it, or raise max_model_len if the model allows it"
         )
-    ids = _token_ids("prompt_token_ids", token_ids)
     worst = max(ids)
     if worst >= vocabulary_size:
         raise InvalidRequestError(
@@ -211,6 +219,10 @@ def validate_prompt_token_ids(token_ids: SequenceOf[Any], vocabulary_size: int, 
 
 def _token_ids(name: str, values: SequenceOf[Any]) -> tuple[int, ...]:
     ids: list[int] = []
+    try:
+        iter(values)
+    except TypeError as error:
+        raise InvalidRequestError(f"{name} is {values!r}, it must be a list of token ids") from error
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise InvalidRequestError(f"{name} holds {value!r}, token ids are whole numbers")
@@ -222,12 +234,17 @@ def _token_ids(name: str, values: SequenceOf[Any]) -> tuple[int, ...]:
 
 
 def _number(name: str, value: object, *, low: float, high: float, above_low: bool = False) -> None:
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and value == value
     if not fits or not low <= value <= high or (above_low and value == low):  # type: ignore[operator]
         upper = "" if high == math.inf else f" and at most {high:g}"
         raise InvalidRequestError(
             f"{name} is {value!r}, it must be {'above' if above_low else 'at least'} {low:g}{upper}"
         )
+
+
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name} is {value!r}, it must be true or false")
 
 
 def _whole(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -29,7 +29,6 @@ def main() -> None:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         overlap=not arguments.no_overlap,
     )
-    free_before = llm.stats().pages_free
     params = [
         SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
     ]
@@ -49,7 +48,7 @@ def main() -> None:
         "total_tokens_per_second": round((generated + prompt_tokens) / seconds, 1),
         "kv_utilisation": round(stats.kv_utilisation, 4),
         "compilations_after_ready": stats.compilations_after_ready,
-        "pages_leaked": free_before - stats.pages_free,
+        "pages_leaked": stats.pages_used,
         "ready_seconds": round(stats.ready_seconds, 2),
         "programs_compiled": stats.compilations,
         "steps": stats.steps,

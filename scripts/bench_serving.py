@@ -223,7 +223,7 @@ def server_figures(
         "steps": after.steps - before.steps,
         "preemptions": after.preemptions - before.preemptions,
         "compilations_after_ready": after.compilations_after_ready - before.compilations_after_ready,
-        "pages_leaked": before.pages_free - after.pages_free,
+        "pages_leaked": after.pages_used - after.pages_pinned,
         "ready_seconds": round(after.ready_seconds, 2),
     }
 

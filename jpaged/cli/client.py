@@ -1,5 +1,6 @@
 """`jpaged client`: ask a running server."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +9,12 @@ from typing import Annotated
 import grpc
 import typer
 
-from jpaged.cli.console import notes, write_text
+from jpaged.cli.console import describe_completion, notes, write_text
 from jpaged.cli.conversation import converse
-from jpaged.cli.options import with_sampling_options
+from jpaged.cli.options import with_method_options, with_sampling_options
 from jpaged.client import Client, Usage
 from jpaged.errors import JpagedError
-from jpaged.request import Message, Prompt, SamplingParams
+from jpaged.request import BeamSearchParams, Message, Params, Prompt, SamplingParams
 
 client = typer.Typer(help="Ask a running server.", no_args_is_help=True)
 Address = Annotated[str, typer.Option(help="HOST:PORT of the server.")]
@@ -57,19 +58,26 @@ class _Speaker:
 
 
 @client.command()
-@with_sampling_options
+@with_method_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt.")],
     address: Address = _DEFAULT_ADDRESS,
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt through the model's chat template.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say what happened afterwards.")] = False,
     *,
-    params: SamplingParams,
+    params: Params,
 ) -> None:
-    """Stream the answer to one prompt."""
+    """Stream the answer to one prompt; several samples or beams are printed as JSON objects, one a line."""
+    given = [{"role": "user", "content": prompt}] if chat else prompt
     with Client(address) as connection:
+        if isinstance(params, BeamSearchParams) or params.n > 1:
+            with _as_call_failed():
+                outputs = connection.generate(given, params).outputs
+            for completion in outputs:
+                print(json.dumps(describe_completion(completion, len(outputs)), ensure_ascii=False))
+            return
         speaker = _Speaker(connection, params)
-        for text in speaker.answer([{"role": "user", "content": prompt}] if chat else prompt):
+        for text in speaker.answer(given):
             write_text(text)
         write_text("\n")
         if stats:

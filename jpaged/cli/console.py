@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jpaged.config import EngineConfig
 from jpaged.metrics import EngineStats
-from jpaged.request import RequestOutput, RequestTimes
+from jpaged.request import CompletionOutput, RequestOutput, RequestTimes
 
 # Answers go to stdout and nothing else does, so that they can be piped.
 notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -32,7 +32,10 @@ def start_llm(config: EngineConfig):
         task = progress.add_task("Loading", total=None)  # until there is something to compile
 
         def report(what: str, done: int, total: int) -> None:
-            progress.update(task, description=f"Compiling {what}", completed=done, total=total)
+            if total:
+                progress.update(task, description=f"Compiled {what}", completed=done, total=total)
+            else:  # what happens before anything is counted: a download, a conversion
+                notes.print(what)
 
         llm = LLM(config.model, report=report, **config.options())
     stats = llm.stats()
@@ -68,6 +71,18 @@ def describe_engine(stats: EngineStats) -> str:
             _describe_compilations(stats),
         )
     )
+
+
+def describe_completion(completion: CompletionOutput, num_completions: int) -> dict[str, object]:
+    """Return what a JSON line says of one generated sequence."""
+    answer: dict[str, object] = {"text": completion.text, "finish_reason": completion.finish_reason}
+    if num_completions > 1:
+        answer["index"] = completion.index
+    if completion.score is not None:
+        answer["score"] = round(completion.score, 4)
+    if completion.token_ids and not completion.text:  # without a tokenizer that is all there is
+        answer["token_ids"] = completion.token_ids
+    return answer
 
 
 def write_text(text: str) -> None:

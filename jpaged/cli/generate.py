@@ -6,15 +6,23 @@ from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import describe_answer, describe_engine, notes, progress_bar, start_llm, write_text
-from jpaged.cli.options import MODEL_HELP, with_engine_options, with_sampling_options
+from jpaged.cli.console import (
+    describe_answer,
+    describe_completion,
+    describe_engine,
+    notes,
+    progress_bar,
+    start_llm,
+    write_text,
+)
+from jpaged.cli.options import MODEL_HELP, with_engine_options, with_method_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
-from jpaged.request import Prompt, RequestOutput, SamplingParams
+from jpaged.request import BeamSearchParams, Params, Prompt, RequestOutput, SamplingParams
 
 
 @with_engine_options
-@with_sampling_options
+@with_method_options
 def generate(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, stdin is one.")] = None,
@@ -23,11 +31,12 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Say what happened afterwards.")] = False,
     *,
     config: EngineConfig,
-    params: SamplingParams,
+    params: Params,
 ) -> None:
     """Generate text for prompts.
 
-    One prompt streams token by token. Several run together and are printed as JSON objects, one a line.
+    One prompt streams token by token. Several prompts run together and, like several samples or beams of a prompt,
+    are printed as JSON objects, one a line.
     """
     if chat and token_ids:
         raise InvalidRequestError("--chat makes prompts of texts and --token-ids takes token ids; give one of them")
@@ -36,15 +45,14 @@ def generate(
     llm = start_llm(config)
     if chat:
         given = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
-    if len(given) == 1:
+    if len(given) == 1 and isinstance(params, SamplingParams) and params.n == 1:
         _stream(llm, given[0], params, stats)
         return
     for text, output in zip(texts, _generate(llm, given, params), strict=True):
-        completion = output.outputs[0]
-        answer = {"prompt": text, "text": completion.text, "finish_reason": completion.finish_reason}
-        if llm.tokenizer is None:
-            answer["token_ids"] = completion.token_ids
-        print(json.dumps(answer, ensure_ascii=False))
+        for completion in output.outputs:
+            print(
+                json.dumps({"prompt": text} | describe_completion(completion, len(output.outputs)), ensure_ascii=False)
+            )
     if stats:
         notes.print(describe_engine(llm.stats()))
 
@@ -69,9 +77,11 @@ def _read_token_ids(text: str) -> Prompt:
     return {"prompt_token_ids": token_ids}
 
 
-def _generate(llm, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
+def _generate(llm, prompts: list[Prompt], params: Params) -> list[RequestOutput]:
     with progress_bar() as progress:
         task = progress.add_task("Generating", total=len(prompts))
+        if isinstance(params, BeamSearchParams):
+            return llm.beam_search(prompts, params)
         return llm.generate(prompts, params, on_delta=lambda delta: progress.advance(task, delta.finished))
 
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from jpaged.config import DTYPES, POLICIES, PREEMPTIONS, EngineConfig
-from jpaged.request import SamplingParams
+from jpaged.errors import InvalidRequestError
+from jpaged.request import BeamSearchParams, Params, SamplingParams
 
 MODEL_HELP = "A model directory, an Orbax checkpoint, a .gguf file, a hub id, or `demo`."
 
@@ -32,6 +33,11 @@ _ENGINE_OPTIONS = {
     "kv_memory_fraction": _Option(
         float | None, None, "Share of the memory beside the weights for pages. Default: 0.9; on a CPU 0.2."
     ),
+    "enable_prefix_caching": _Option(
+        bool, True, "Use pages again for requests that begin the same.", "--prefix-caching/--no-prefix-caching"
+    ),
+    "host_tier_gib": _Option(float, 0.0, "Host memory for pages that leave the device, in GiB."),
+    "max_pinned_fraction": _Option(float, 0.5, "Share of the pool that pinned prefixes may take."),
     "preemption": _Option(str, "auto", f"How a sequence gives way: {', '.join(PREEMPTIONS)}."),
     "policy": _Option(str, "fcfs", f"Who runs next: {', '.join(POLICIES)}."),
     "overlap": _Option(bool, True, "Plan the next step while the device runs this one.", "--overlap/--no-overlap"),
@@ -47,6 +53,13 @@ _SAMPLING_OPTIONS = {
     "seed": _Option(int | None, None, "Makes the draw repeatable. Default: fresh noise."),
     "ignore_eos": _Option(bool, False, "Go on after an end-of-sequence token.", "--ignore-eos"),
 }
+_METHOD_OPTIONS = _SAMPLING_OPTIONS | {
+    "n": _Option(int, 1, "Sequences to draw for each prompt."),
+    "beam_width": _Option(int | None, None, "Search with this many beams instead of drawing. Default: no search."),
+    "length_penalty": _Option(float, 1.0, "Of beams: above 0 favours longer output."),
+    "early_stopping": _Option(str, "false", "Of beams: true, false or never, as in transformers."),
+}
+_EARLY_STOPPING: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 
 def with_engine_options[**P](command: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +78,23 @@ def with_engine_options[**P](command: Callable[..., None]) -> Callable[..., None
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the sampling options; it gets them as one SamplingParams in its parameter `params`."""
     return _with_options(command, "params", _SAMPLING_OPTIONS, lambda values: SamplingParams(**values), "Sampling")
+
+
+def with_method_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_sampling_options`, and with beams: the command gets a SamplingParams or a BeamSearchParams."""
+    return _with_options(command, "params", _METHOD_OPTIONS, _read_method, "Sampling and search")
+
+
+def _read_method(values: dict[str, Any]) -> Params:
+    beams = {name: values.pop(name) for name in ("beam_width", "length_penalty", "early_stopping")}
+    if beams["beam_width"] is None:
+        return SamplingParams(**values)
+    drawn = [name for name in ("n", "top_p", "top_k", "min_p", "seed") if values[name] != _METHOD_OPTIONS[name].default]
+    if drawn:
+        raise InvalidRequestError(f"{', '.join(drawn)} cannot go with beam_width: a search draws nothing at random")
+    shared = {name: values[name] for name in ("max_tokens", "temperature", "ignore_eos")}
+    beams["early_stopping"] = _EARLY_STOPPING.get(beams["early_stopping"], beams["early_stopping"])
+    return BeamSearchParams(**beams, **shared)
 
 
 def _with_options(

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from jpaged.cli.options import MODEL_HELP, with_engine_options
 from jpaged.config import EngineConfig
+from jpaged.errors import ConfigError
 
 
 @with_engine_options
@@ -22,6 +24,9 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(min=0, help="For accepted requests after SIGTERM.")] = 30.0,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Prometheus metrics over HTTP. Default: none.")
+    ] = None,
+    pin_prefix: Annotated[
+        list[Path] | None, typer.Option(help="A text file whose beginning of prompts is computed once and kept.")
     ] = None,
     *,
     config: EngineConfig,
@@ -40,9 +45,17 @@ def serve(
         keepalive_seconds=keepalive_seconds,
         drain_seconds=drain_seconds,
         metrics_port=metrics_port,
+        pinned_prefixes={str(path): _read(path) for path in pin_prefix or ()},
     )
 
     async def run() -> None:
         await Server(config, server_config).run()
 
     asyncio.run(run())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prefix {path}: {error}") from error

@@ -18,8 +18,8 @@ from jpaged.execution.kv_cache import (
     CPU_FRACTION,
     GIB,
     MemoryNeeds,
-    available_host_bytes,
-    free_memory_bytes,
+    device_memory,
+    host_memory,
     size_pool,
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
@@ -64,7 +64,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     """
     start = time.monotonic()
     enable_compilation_cache()
-    model_dir = resolve_model(config.model)
+    model_dir = resolve_model(config.model, report and (lambda what: report(what, 0, 0)))
     spec = load_spec(model_dir)
     max_model_len = _choose_max_model_len(config, spec)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
@@ -150,7 +150,7 @@ def _size_pages(
     fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
     num_pages = size_pool(
         needs,
-        free_bytes=free_memory_bytes(device),
+        memory=device_memory(device),
         fraction=fraction,
         pages_per_seq=-(-max_model_len // page_spec.page_size_tokens),
         max_num_seqs=config.max_num_seqs,
@@ -169,7 +169,7 @@ def _size_pages(
 def _size_host_tier(config: EngineConfig, page_spec: PageSpec) -> int:
     """Return how many pages the host tier holds. Raises ConfigError if the host has not that much memory free."""
     wanted_bytes = int(config.host_tier_gib * GIB)
-    if wanted_bytes > (free_bytes := available_host_bytes()):
+    if wanted_bytes > (free_bytes := host_memory().free_bytes):
         raise ConfigError(
             f"host_tier_gib is {config.host_tier_gib}, the host has {free_bytes / GIB:.2f} GiB free; lower it"
         )

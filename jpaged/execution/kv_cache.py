@@ -21,26 +21,38 @@ class MemoryNeeds:
     page_bytes: int
 
 
-def free_memory_bytes(device: jax.Device) -> int:
-    """Memory that a device could still give, in bytes."""
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory in bytes: all of it, and what it could still give."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def device_memory(device: jax.Device) -> DeviceMemory:
+    """Ask a device; a CPU's memory is the host's."""
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
-        return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
-    return available_host_bytes()
+        limit = statistics["bytes_limit"]
+        return DeviceMemory(limit, limit - statistics.get("bytes_in_use", 0))
+    return host_memory()
 
 
-def available_host_bytes() -> int:
-    """Host memory that is free, in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not say how much memory is free (no MemAvailable); set num_pages")
+def host_memory() -> DeviceMemory:
+    """Raises ConfigError on a system that does not tell."""
+    sizes = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    }
+    if "MemAvailable" not in sizes:
+        raise ConfigError("this system does not say how much memory is free (no MemAvailable); set num_pages")
+    return DeviceMemory(sizes["MemTotal"], sizes["MemAvailable"])
 
 
 def size_pool(
     needs: MemoryNeeds,
     *,
-    free_bytes: int,
+    memory: DeviceMemory,
     fraction: float,
     pages_per_seq: int,
     max_num_seqs: int,
@@ -48,16 +60,18 @@ def size_pool(
 ) -> int:
     """Return how many pages the pool gets.
 
-    A given `num_pages` must fit; otherwise the pool takes `fraction` of what the weights and the step leave, rounded
-    down to three significant bits (the number is part of every compiled shape, and a start with slightly other free
-    memory shall find its compiled programs), and never more than all rows at full length can use.
+    A given `num_pages` must fit; otherwise the pool takes `fraction` of what the weights and the step leave of the
+    whole memory, rounded down to three significant bits, and never more than all rows at full length can use. The whole
+    memory and not the free one, as long as that is enough, and coarsely: the number is part of every compiled shape,
+    and the next start, with other free memory, shall find its compiled programs.
 
     Raises:
         ConfigError: the numbers do not fit; the message shows the sum.
     """
-    left_bytes = free_bytes - needs.weight_bytes - needs.step_bytes
+    fixed_bytes = needs.weight_bytes + needs.step_bytes
+    left_bytes = memory.free_bytes - fixed_bytes
     arithmetic = (
-        f"free memory {_gib(free_bytes)} - weights {_gib(needs.weight_bytes)} - step {_gib(needs.step_bytes)}"
+        f"free memory {_gib(memory.free_bytes)} - weights {_gib(needs.weight_bytes)} - step {_gib(needs.step_bytes)}"
         f" = {_gib(left_bytes)}"
     )
     if num_pages is not None:
@@ -67,7 +81,10 @@ def size_pool(
                 f" but {arithmetic}; lower num_pages to at most {max(left_bytes, 0) // needs.page_bytes}"
             )
         return num_pages
-    affordable = max(int(left_bytes * fraction), 0) // needs.page_bytes
+    share_bytes = int((memory.total_bytes - fixed_bytes) * fraction)
+    if share_bytes > left_bytes:
+        share_bytes = int(left_bytes * fraction)
+    affordable = max(share_bytes, 0) // needs.page_bytes
     if affordable < pages_per_seq:
         raise ConfigError(
             f"{arithmetic}; {fraction:g} of it holds {affordable} pages of {needs.page_bytes} bytes, and one sequence"

@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 
 PAGES_PER_CHANGE = 512  # page table entries in one call outside of a step
 
-# Called with what was just compiled, how many shapes are done, and how many there are.
+# Called with what was just compiled, how many shapes are done, and how many there are (0 before that is known).
 ReportProgress = Callable[[str, int, int], None]
 
 

@@ -5,6 +5,7 @@ is imported only when a directory is read, because importing it is slow.
 """
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,8 +165,14 @@ def _architecture_of(raw: dict[str, Any]) -> str:
     raise ModelError(f"config.json names {got}, which jpaged does not know; it knows {', '.join(KNOWN_ARCHITECTURES)}")
 
 
+def _is_not_about_pytorch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
 def _parse(config_class: str, raw: dict[str, Any]) -> Any:
     """Lets transformers' own class fill defaults and normalise old spellings."""
+    # jpaged uses transformers' configuration classes only, so users need not hear that its models cannot run.
+    logging.getLogger("transformers").addFilter(_is_not_about_pytorch)
     import transformers
 
     try:

@@ -153,12 +153,13 @@ class Books:
         """Keep a prompt's full pages that are cached on the device until `unpin`; return how many those are.
 
         Raises:
-            CapacityError: more than `max_pinned_pages` would be pinned.
+            CapacityError: more than `max_pinned_pages` would be pinned, or too few left for a request that is here.
         """
         assert self.cache is not None and name not in self._pins
         hits = self.cache.match(token_ids, keys, self.cache.digests(token_ids, keys, []), self.next_step)
         pages = [hit.page for hit in hits if hit.page >= 0]
-        limit = self.config.max_pinned_pages
+        most_needed = max((group.most_pages for group in self.running + self.waiting), default=0)
+        limit = min(self.config.max_pinned_pages, self.config.num_pages - most_needed)
         if self.num_pinned_pages + len(pages) > limit:
             raise CapacityError(
                 f"the prefix takes {len(pages)} pages, and {self.num_pinned_pages} of the {limit} that may be pinned"

@@ -93,8 +93,12 @@ class Scheduler:
         """The group of a sequence that has not ended."""
         return self.books.sequences[sequence_id].group
 
-    def check_fits(self, num_prompt_tokens: int, max_length: int, width: int = 1) -> None:
-        """Raise CapacityError if a request could not run even with the whole engine to itself."""
+    def check_fits(self, num_prompt_tokens: int, max_length: int, width: int = 1) -> int:
+        """Return the most pages that a request can need.
+
+        Raises:
+            CapacityError: it could not run even with the whole engine, but for the pinned pages, to itself.
+        """
         config = self.config
         if width > min(config.max_num_seqs, config.max_num_batched_tokens):
             raise CapacityError(
@@ -105,24 +109,26 @@ class Scheduler:
         pages = -(-(max_length - 1) // config.page_size_tokens)
         shared = (num_prompt_tokens - 1) // config.page_size_tokens if width > 1 else 0
         needed = shared + width * (pages - shared) + (1 if width > 1 else 0)
-        available = config.num_pages - config.max_pinned_pages
+        available = config.num_pages - self.books.num_pinned_pages
         if needed > available:
             raise CapacityError(
                 f"the request needs {needed} pages of {config.page_size_tokens} tokens for {width} x {max_length}"
                 f" tokens of prompt and output, the pool has {available};"
                 " lower max_tokens, shorten the prompt, or raise num_pages"
             )
+        return needed
 
     def longest_that_fits(self, num_prompt_tokens: int, width: int) -> int:
         """Return the most tokens of prompt and output with which `check_fits` passes."""
-        pages = self.config.num_pages - self.config.max_pinned_pages
+        pages = self.config.num_pages - self.books.num_pinned_pages
         if width > 1:
             shared = (num_prompt_tokens - 1) // self.config.page_size_tokens
             pages = shared + (pages - 1 - shared) // width
         return pages * self.config.page_size_tokens + 1
 
     def add(self, group: SequenceGroup) -> None:
-        """Queue a group whose `live` sequences are new. `check_fits` must have passed."""
+        """Queue a group whose `live` sequences are new. Raises CapacityError as `check_fits`."""
+        group.most_pages = self.check_fits(len(group.prompt_token_ids), group.stop_rules.max_length, group.width)
         for sequence in group.live:
             self.books.sequences[sequence.sequence_id] = sequence
         self.books.wait(group)

@@ -109,6 +109,7 @@ class SequenceGroup:
         reads_cache: whether it may use cached pages.
         publishes: whether its own pages may be cached; no longer, once the cache was flushed while it ran.
         is_swapped: its tables name pages of the host tier.
+        most_pages: pages that it can need at most.
         num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
     """
 
@@ -119,6 +120,7 @@ class SequenceGroup:
         "is_forked",
         "is_swapped",
         "live",
+        "most_pages",
         "num_cached_tokens",
         "num_preemptions",
         "priority",
@@ -155,6 +157,7 @@ class SequenceGroup:
         self.spare_rows: list[int] = []
         self.is_swapped = False
         self.publishes = True
+        self.most_pages = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
 

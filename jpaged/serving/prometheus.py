@@ -79,12 +79,18 @@ class _StatsCollector(Collector):
             "kv_pages_free": ("Free pages of the device pool.", stats.pages_free),
             "kv_pages_used": ("Pages that sequences own.", stats.pages_used),
             "kv_pages_cached": ("Pages kept for their contents.", stats.pages_cached),
+            "kv_pages_pinned": ("Pages of pinned prefixes.", stats.pages_pinned),
+            "host_tier_pages": ("Pages in the host tier.", stats.host_pages_used + stats.host_pages_cached),
             "compilations_after_ready": ("Programs compiled while serving.", stats.compilations_after_ready),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"jpaged_{name}", text, value=value)
-        preemptions = CounterMetricFamily(
-            "jpaged_preemptions", "Sequences that gave their pages back.", labels=["kind"]
-        )
-        preemptions.add_metric(["recompute"], stats.preemptions)
+        preemptions = CounterMetricFamily("jpaged_preemptions", "Requests that gave their pages back.", labels=["kind"])
+        preemptions.add_metric(["swap"], stats.preemptions_swap)
+        preemptions.add_metric(["recompute"], stats.preemptions_recompute)
         yield preemptions
+        for name, text, value in (
+            ("queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries_tokens),
+            ("hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits_tokens),
+        ):
+            yield CounterMetricFamily(f"jpaged_prefix_cache_{name}_tokens", text, value=value)

@@ -5,7 +5,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -37,6 +37,7 @@ class ServerConfig:
         max_message_bytes: of a request; larger ones are refused with RESOURCE_EXHAUSTED.
         keepalive_seconds: how often an idle connection is probed.
         drain_seconds: how long accepted requests may go on after SIGTERM.
+        pinned_prefixes: texts that are pinned before the server is ready, by name.
         metrics_port: Prometheus metrics over HTTP on the same host; `None` for none, 0 for a free port.
     """
 
@@ -48,6 +49,7 @@ class ServerConfig:
     keepalive_seconds: float = 60.0
     drain_seconds: float = 30.0
     metrics_port: int | None = None
+    pinned_prefixes: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Server:
@@ -109,6 +111,8 @@ class Server:
             return
         try:
             metrics = self._start_metrics(observer, llm)
+            for name, text in self._config.pinned_prefixes.items():
+                logger.info("pinned %d tokens of %s", await llm.pin_prefix(name, text), name)
             self._service.open(llm)
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info("ready after %.1f s", llm.stats().ready_seconds)
@@ -123,7 +127,10 @@ class Server:
         """Return the engine, or `None` if the server was told to stop meanwhile."""
 
         def report(what: str, done: int, total: int) -> None:
-            logger.info("compiled %s (%d of %d)", what, done, total)
+            if total:
+                logger.info("compiled %s (%d of %d)", what, done, total)
+            else:
+                logger.info("%s", what)
 
         starting = asyncio.create_task(
             asyncio.to_thread(

@@ -30,7 +30,6 @@ def make_llm(tiny_dirs):
             "max_num_batched_tokens": 16,
             "page_size": 4,
             "num_pages": 400,
-            "max_pinned_fraction": 0.0,
         }
         return LLM(str(tiny_dirs[name]), **(defaults | options))
 

@@ -1,6 +1,7 @@
 """A plan survives packing and unpacking; padding names the scratch row and page only."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.execution.batch import BatchLayout
@@ -70,4 +71,4 @@ def test_changes_that_do_not_fit_are_left_to_another_call():
     assert not LAYOUT.changes.holds(StepPlan(step=0, new_pages=[entry] * 8))
     assert not LAYOUT.changes.holds(StepPlan(step=0, row_copies=[(0, 1)] * 5))
     words = LAYOUT.pack(StepPlan(step=0, new_pages=[entry] * 8), with_changes=False)
-    assert set(np.asarray(LAYOUT.unpack(words).changes.page_ids).tolist()) == {SCRATCH_PAGE}
+    assert set(np.asarray(LAYOUT.unpack(jnp.asarray(words)).changes.page_ids).tolist()) == {SCRATCH_PAGE}

@@ -1,16 +1,22 @@
 import pytest
 
 from jpaged.errors import ConfigError
-from jpaged.execution.kv_cache import MemoryNeeds, size_pool
+from jpaged.execution.kv_cache import DeviceMemory, MemoryNeeds, size_pool
 
 GIB = 1 << 30
 NEEDS = MemoryNeeds(weight_bytes=4 * GIB, step_bytes=1 * GIB, page_bytes=1 << 20)
 
 
-def size(free_gib: float, fraction: float = 0.5, num_pages: int | None = None, max_num_seqs: int = 64) -> int:
+def size(
+    total_gib: float,
+    fraction: float = 0.5,
+    num_pages: int | None = None,
+    max_num_seqs: int = 64,
+    free_gib: float | None = None,
+) -> int:
     return size_pool(
         NEEDS,
-        free_bytes=int(free_gib * GIB),
+        memory=DeviceMemory(int(total_gib * GIB), int((total_gib if free_gib is None else free_gib) * GIB)),
         fraction=fraction,
         pages_per_seq=512,
         max_num_seqs=max_num_seqs,
@@ -20,7 +26,9 @@ def size(free_gib: float, fraction: float = 0.5, num_pages: int | None = None, m
 
 def test_the_pool_takes_its_share_of_what_is_left_rounded_coarsely():
     assert size(25) == 10240  # half of 20 GiB is 10240 pages of 1 MiB
-    assert size(25.9) == 10240  # slightly other free memory: the same shape, the same compiled programs
+    assert size(25.9) == 10240  # slightly other memory: the same shape, the same compiled programs
+    assert size(25, free_gib=17) == 10240  # what other programs take does not matter while there is enough
+    assert size(25, free_gib=14) == 4096  # half of the 9 GiB that are free beside the rest
     assert size(16) == 5120
 
 

@@ -129,15 +129,10 @@ class PagedMemory:
 
     def publish(self, sequence: Sequence) -> None:
         """Name the sequence's full pages; the step that is planned now writes the newest of them."""
-        size, keys = self.page_size_tokens, sequence.group.cache_keys
-        digests = self.cache.digests(sequence.token_ids, keys, sequence.digests)
+        keys = sequence.group.cache_keys
+        digests, first = self.cache.digests(sequence.token_ids, keys, sequence.digests), len(sequence.chain)
         self.cache.publish(sequence.chain, sequence.table.pages, sequence.token_ids, keys, digests, self.step)
-        kv = self.kv[sequence.sequence_id]
-        for index, page in enumerate(sequence.table.pages[: len(digests)]):
-            name = kv[(index + 1) * size - 1]
-            if name not in self.page_of_name:
-                self.page_of_name[name] = page
-                self._name_of_page[page] = name
+        self._note_names(sequence, range(first, len(digests)))
 
     def match(self, token_ids: list[int], keys: Keys = ()) -> list[CachedPage]:
         """Look tokens up, and check that every hit holds them."""
@@ -282,12 +277,7 @@ class PagedMemory:
         for host_page in read:
             self.host_pool.release(host_page)
         sequence.num_planned_tokens = sequence.table.capacity_tokens
-        kv = self.kv[sequence.sequence_id]
-        for index, page in enumerate(pages):
-            name = kv[(index + 1) * self.page_size_tokens - 1]
-            if name not in self.page_of_name:
-                self.page_of_name[name] = page
-                self._name_of_page[page] = name
+        self._note_names(sequence, range(len(pages)))
 
     def _write(self, sequence: Sequence) -> bool:
         """Write a sequence's tokens that have no KV yet."""
@@ -309,6 +299,15 @@ class PagedMemory:
             self.device[page][position % size] = kv[position]
         sequence.num_planned_tokens = end
         return True
+
+    def _note_names(self, sequence: Sequence, indices: range) -> None:
+        """Full pages of a sequence have been published; where a name is taken, the first page serves."""
+        kv = self.kv[sequence.sequence_id]
+        for index in indices:
+            name, page = kv[(index + 1) * self.page_size_tokens - 1], sequence.table.pages[index]
+            if name not in self.page_of_name:
+                self.page_of_name[name] = page
+                self._name_of_page[page] = name
 
     def _given_away(self, pages: list[int]) -> None:
         """Pages have been allocated: what was named there is copied out, before anything is written."""

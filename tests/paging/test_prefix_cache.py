@@ -1,12 +1,10 @@
 """The prefix cache over both tiers, under random operations: a hit gives back exactly what was written."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jpaged.paging.page_pool import PagePool
-from jpaged.paging.prefix_cache import CachedPage, PrefixCache, sha256
+from jpaged.paging.prefix_cache import sha256
 from jpaged.scheduling.sequence import Sequence, SequenceGroup
 from tests.fakes.paged_memory import PagedMemory
 

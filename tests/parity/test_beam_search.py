@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jpaged import LLM, BeamSearchParams
+from jpaged.request import Prompt
 from tests.fakes.tiny_models import write_random_checkpoint
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
@@ -26,7 +27,7 @@ def case(request, tmp_path_factory):
         str(model_dir),
         dtype="float32",
         max_model_len=96,
-        max_num_seqs=10,
+        max_num_seqs=8,
         max_num_batched_tokens=16,
         page_size=4,
         num_pages=400,
@@ -37,7 +38,7 @@ def case(request, tmp_path_factory):
 def check_searches(llm: LLM, searches: list[dict]) -> None:
     """Run all searches together and compare tokens, order, scores and why each hypothesis ended."""
     eos_token_ids = llm.engine.parts.spec.eos_token_ids
-    prompts = [{"prompt_token_ids": search["prompt_token_ids"]} for search in searches]
+    prompts: list[Prompt] = [{"prompt_token_ids": search["prompt_token_ids"]} for search in searches]
     outputs = llm.beam_search(prompts, [BeamSearchParams(**search["params"]) for search in searches])
     for search, output in zip(searches, outputs, strict=True):
         where = (search["params"], search["prompt_token_ids"])
@@ -78,5 +79,6 @@ def test_beams_share_all_pages_but_their_tails(case, width):
 
 
 def test_demo_model_beams_equal_transformers():
-    llm = LLM("demo", dtype="float32", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=32, num_pages=100)
+    # The shapes of test_demo_tokens: in one run they are compiled once.
+    llm = LLM("demo", dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64, num_pages=400)
     check_searches(llm, DEMO)

@@ -28,7 +28,7 @@ def llm(shared_llm: LLM):
     yield shared_llm
     shared_llm.engine.check_invariants()
     stats = shared_llm.stats()
-    assert (stats.pages_free, stats.rows_running, stats.rows_waiting) == (100, 0, 0)
+    assert (stats.pages_used, stats.rows_running, stats.rows_waiting) == (0, 0, 0)
     assert stats.compilations_after_ready == 0
 
 
