@@ -15,6 +15,7 @@ while serving.
 import argparse
 import asyncio
 import json
+import math
 import random
 import socket
 import subprocess
@@ -72,7 +73,8 @@ def main() -> None:
         seconds = time.perf_counter() - start
         figures = summarise(requests, records, seconds)
         figures |= server_figures(model, before, client.server_info())
-    figures = {"engine": f"jpaged {figures.pop('dtype')}", "rate": arguments.rate, "seed": arguments.seed} | figures
+    rate = arguments.rate if math.isfinite(arguments.rate) else None  # JSON has no infinity
+    figures = {"engine": f"jpaged {figures.pop('dtype')}", "rate": rate, "seed": arguments.seed} | figures
     print_table(figures)
     print(json.dumps(figures))
     if figures["failures"] or figures["pages_leaked"] or figures["compilations_after_ready"]:

@@ -79,6 +79,10 @@ class Server:
             await self._serve()
         finally:
             await server.stop(grace=0)
+            # Calls without an end, such as the health service's Watch, hear of it by themselves; grpc logs an error for
+            # those that the end of the event loop reaches first.
+            if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(calls, timeout=LAST_STATUS_SECONDS)
 
     def _make_server(self) -> grpc.aio.Server:
         config = self._config

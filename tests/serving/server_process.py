@@ -27,6 +27,12 @@ SMALL = tuple(word for name, value in SMALL_OPTIONS.items() for word in (f"--{na
 MODEL_NAME = "tiny"
 MAX_MESSAGE_BYTES = 65536
 PATIENCE_SECONDS = 120.0
+# A connection of its own, which takes only a few hundred bytes ahead of its reader.
+SLOW_CONNECTION = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.lookahead_bytes", 256),
+    ("grpc.http2.bdp_probe", 0),
+]
 
 
 class ServerProcess:

@@ -10,7 +10,7 @@ from jpaged.engine.async_llm import MAX_BUFFERED_DELTAS, EngineClosedError, _Str
 from jpaged.errors import AbortedError, EngineFailedError, QueueFullError
 from jpaged.execution.runner import PendingStep
 from jpaged.request import OutputDelta, RequestOutput, RequestTimes, TokensPrompt
-from tests.serving.server_process import SMALL_OPTIONS
+from tests.serving.server_process import PATIENCE_SECONDS, SMALL_OPTIONS
 
 PROMPT: TokensPrompt = {"prompt_token_ids": [3, 4, 5]}
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=2300, ignore_eos=True)
@@ -203,51 +203,56 @@ def test_a_cancelled_caller_gives_its_pages_back_within_two_steps(llm, monkeypat
     assert steps_done[0] - steps_asked[0] <= 2
 
 
-def fail_start(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
-    start, calls = llm._engine._runner.start, []
+def fail_next_start(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failed = llm._engine._runner.start, []
 
     def failing(plan):
-        calls.append(plan)
-        if len(calls) == when:
+        if not failed:
+            failed.append(plan)
             raise RuntimeError("the device is on fire")
         return start(plan)
 
     monkeypatch.setattr(llm._engine._runner, "start", failing)
 
 
-def fail_result(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, when: int) -> None:
-    result, calls = PendingStep.result, []
+def fail_next_result(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, failed = PendingStep.result, []
 
     def failing(pending):
-        calls.append(pending)
-        if len(calls) == when:
+        if not failed:
+            failed.append(pending)
             raise RuntimeError("the device is on fire")
         return result(pending)
 
     monkeypatch.setattr(PendingStep, "result", failing)
 
 
-@pytest.mark.parametrize("fail", [fail_start, fail_result])
-@pytest.mark.parametrize("when", [1, 7])
-def test_a_failed_step_loses_its_requests_and_nothing_else(llm, monkeypatch, fail, when):
+@pytest.mark.parametrize("fail_next", [fail_next_start, fail_next_result])
+def test_a_failed_step_loses_its_requests_and_nothing_else(llm, monkeypatch, fail_next):
     async def run() -> None:
         expected = await tokens(llm.generate(PROMPT, greedy(30)))
-        fail(llm, monkeypatch, when)
-        async with asyncio.timeout(60):
-            outcomes = await asyncio.gather(
-                *(tokens(llm.generate(PROMPT, ENDLESS)) for _ in range(NUM_ROWS + 2)), return_exceptions=True
-            )
-            assert {type(outcome) for outcome in outcomes} == {EngineFailedError}
-            assert await tokens(llm.generate(PROMPT, greedy(30))) == expected
+        fail_next(llm, monkeypatch)
+        with pytest.raises(EngineFailedError):  # a request's first step
+            await tokens(llm.generate(PROMPT, ENDLESS))
+
+        running = await started(llm, NUM_ROWS, "running")
+        waiting = asyncio.create_task(tokens(llm.generate(PROMPT, ENDLESS)))
+        while not llm.stats().rows_waiting:
+            await asyncio.sleep(0)
+        fail_next(llm, monkeypatch)
+        for end in [waiting, *map(tokens, running)]:
+            with pytest.raises(EngineFailedError, match="try again"):
+                await end
+        assert await tokens(llm.generate(PROMPT, greedy(30))) == expected
         await idle(llm)
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_SECONDS))
 
 
 def run_with_own_engine(model_dir, use: Callable[[AsyncLLM], Awaitable[None]]) -> None:
     llm = AsyncLLM(str(model_dir), **SMALL_OPTIONS)
     try:
-        asyncio.run(asyncio.wait_for(use(llm), 60))
+        asyncio.run(asyncio.wait_for(use(llm), PATIENCE_SECONDS))
     finally:
         llm.close()
     assert not llm._thread.is_alive()
@@ -275,7 +280,7 @@ def test_an_engine_that_cannot_recover_leaves_nobody_waiting(model_dir, monkeypa
         raise RuntimeError("no pages any more")
 
     async def use(llm: AsyncLLM) -> None:
-        fail_start(llm, monkeypatch, when=3)
+        fail_next_start(llm, monkeypatch)
         monkeypatch.setattr(llm._engine._runner, "reset", broken)
         with pytest.raises(EngineFailedError):
             await tokens(llm.generate(PROMPT, ENDLESS))

@@ -88,17 +88,19 @@ async def read_all(call) -> None:
 
 def test_deadlines_end_the_work_of_running_and_queued_requests(server, client):
     def start(number: int):
-        message = request(100, f"deadline-{number}")
+        message = request(20, f"deadline-{number}")
         call = stub.GenerateStream if number % 2 else stub.Generate.future
-        return call(message, timeout=0.3)
+        return call(message, timeout=0.5)
 
+    before = client.server_info().steps
     with grpc.insecure_channel(server.address) as channel:
         stub = InferenceStub(channel)
         for call in [start(number) for number in range(24)]:
             assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    lines = server.wait_for_log(r"request 'deadline-\d+': (\w+)", 24)
-    assert {line[1] for line in lines} == {"DEADLINE_EXCEEDED"}
-    assert_back_within_two_steps(client)
+    steps = wait_until_idle(client).steps - before
+    assert 0 < steps < 2000  # one request alone would have taken so many
+    outcomes = {line[1] for line in server.wait_for_log(r"request 'deadline-\d+': (\w+)")}
+    assert outcomes == {"DEADLINE_EXCEEDED"}
 
 
 CLIENT_THAT_NEVER_ENDS = """

@@ -4,19 +4,20 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.client import Client, Delta
+from jpaged.client import Answer, Client, Delta
 from jpaged.request import SamplingParams, TokensPrompt
 from jpaged.serving.inference_service import RETRY_AFTER_KEY
 from jpaged.serving.server import SERVICE_NAME
 from jpaged.v1 import inference_pb2 as pb
-from tests.serving.server_process import PATIENCE_SECONDS, SMALL, ServerProcess, start
+from jpaged.v1.inference_pb2_grpc import InferenceStub
+from tests.serving.server_process import PATIENCE_SECONDS, SLOW_CONNECTION, SMALL, ServerProcess, start
 
 PROMPT: TokensPrompt = {"prompt_token_ids": [3, 4, 5]}
 NUM_ROWS, NUM_QUEUED = 8, 3  # what the servers below take
@@ -65,9 +66,11 @@ def status(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details()  # type: ignore[attr-defined]
 
 
-def fill(client: Client, pool: ThreadPoolExecutor, max_tokens: int) -> tuple[list[Iterator[Delta]], list]:
+def fill(
+    client: Client, pool: ThreadPoolExecutor, free_rows: int, max_tokens: int
+) -> tuple[list[Iterator[Delta]], list[Future[Answer]]]:
     """Start as many requests as the server takes; return the running streams, and the futures of those that wait."""
-    streams = [client.stream(PROMPT, greedy(max_tokens), request_id=f"running-{n}") for n in range(NUM_ROWS)]
+    streams = [client.stream(PROMPT, greedy(max_tokens), request_id=f"running-{n}") for n in range(free_rows)]
     for stream in streams:
         next(stream)
     waiting = [
@@ -83,6 +86,7 @@ def test_from_the_start_to_a_drain_that_loses_nothing(model_dir):
     with (
         ServerProcess(model_dir, *SMALL, *queue, "--drain-seconds", "60") as server,
         grpc.insecure_channel(server.address) as channel,
+        grpc.insecure_channel(server.address, options=SLOW_CONNECTION) as slow_channel,
         Client(server.address) as client,
         ThreadPoolExecutor(NUM_QUEUED) as pool,
     ):
@@ -97,7 +101,12 @@ def test_from_the_start_to_a_drain_that_loses_nothing(model_dir):
             watch.wait_for(["NOT_SERVING", "SERVING"])
         assert client.server_info().state == pb.SERVER_STATE_READY
 
-        streams, waiting = fill(client, pool, max_tokens=600)
+        # A reader that stalls keeps the server from having drained too soon.
+        sampling = pb.SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3, 4, 5]), sampling=sampling, request_id="running-slow")
+        stalled = InferenceStub(slow_channel).GenerateStream(request)
+        next(stalled)
+        streams, waiting = fill(client, pool, free_rows=NUM_ROWS - 1, max_tokens=1000)
         error = refusal(client)
         code, details = status(error)
         assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -110,16 +119,16 @@ def test_from_the_start_to_a_drain_that_loses_nothing(model_dir):
         code, details = status(refusal(client))
         assert code == grpc.StatusCode.UNAVAILABLE and "draining" in details
         assert client.server_info().state == pb.SERVER_STATE_DRAINING
-        assert not any(future.done() for future in waiting)
 
         [expected] = {tuple(token for delta in stream for token in delta.token_ids) for stream in streams}
-        assert len(expected) == 599  # each has given one before
+        assert len(expected) == 999  # each has given one before
+        assert [token for message in stalled for token in message.delta.token_ids] == list(expected)
         answers = [future.result(PATIENCE_SECONDS) for future in waiting]
         assert [answer.usage.generated_tokens for answer in answers] == [50 + n for n in range(NUM_QUEUED)]
         assert server.wait() == 0
         for watch in watches:
             watch.wait_for(["NOT_SERVING", "SERVING", "NOT_SERVING", "the server has gone"])
-        outcomes = [line[1] for line in server.wait_for_log(r"request '(?:running|waiting)-\d': (\w+)")]
+        outcomes = [line[1] for line in server.wait_for_log(r"request '(?:running|waiting)-\w+': (\w+)")]
         assert outcomes == ["OK"] * (NUM_ROWS + NUM_QUEUED)
         server.wait_for_log("INFO jpaged.serving.server: drained")
         assert "Traceback" not in server.log
@@ -132,7 +141,7 @@ def test_what_is_left_after_the_drain_time_is_told_so(model_dir):
         ThreadPoolExecutor(NUM_QUEUED) as pool,
     ):
         server.wait_until_serving()
-        streams, waiting = fill(client, pool, max_tokens=2300)
+        streams, waiting = fill(client, pool, free_rows=NUM_ROWS, max_tokens=2300)
         server.terminate()
         for end in [lambda stream=stream: list(stream) for stream in streams] + [future.result for future in waiting]:
             with pytest.raises(grpc.RpcError) as caught:

@@ -13,7 +13,7 @@ from jpaged.engine.tokenizer import load_tokenizer
 from jpaged.request import SamplingParams, TokensPrompt
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1.inference_pb2_grpc import InferenceStub
-from tests.serving.server_process import SMALL_OPTIONS, wait_until_idle
+from tests.serving.server_process import SLOW_CONNECTION, SMALL_OPTIONS, wait_until_idle
 
 SPLIT = ("é", "🙂")  # characters that take two tokens of the tiny model
 
@@ -130,13 +130,7 @@ def test_32_concurrent_streams_equal_the_offline_tokens(server, model_dir):
 
 @pytest.fixture
 def slow_channel(server):
-    """A connection that takes only a few hundred bytes ahead of its reader."""
-    options = [
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.http2.lookahead_bytes", 256),
-        ("grpc.http2.bdp_probe", 0),
-    ]
-    with grpc.insecure_channel(server.address, options=options) as channel:
+    with grpc.insecure_channel(server.address, options=SLOW_CONNECTION) as channel:
         yield channel
 
 
