@@ -21,6 +21,10 @@ class AbortedError(JpagedError):
     """The request was ended from outside before it was done."""
 
 
+class EngineClosedError(AbortedError):
+    """The engine was closed before the request was done; another engine may serve it."""
+
+
 class EngineFailedError(JpagedError):
     """A bug: a step failed. Its requests are lost, the engine goes on with the next ones."""
 

@@ -55,7 +55,7 @@ def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) 
             f"{len(output.prompt_token_ids)} prompt tokens, {num_tokens} generated ({output.outputs[0].finish_reason})",
             f"time to first token {_time_to_first_token(output.times):.3f} s,"
             f" then {_decode_rate(output.times, num_tokens)}",
-            f"pages: {pages_peak} used at most, {stats.pages_free} of {stats.pages_total} free now",
+            f"pages: {pages_peak} used at most, {_describe_free_pages(stats)}",
             _describe_compilations(stats),
         )
     )
@@ -66,8 +66,7 @@ def describe_engine(stats: EngineStats) -> str:
     return "\n".join(
         (
             f"{stats.steps} steps, {stats.preemptions} preemptions",
-            f"pages: {stats.pages_free} of {stats.pages_total} free now;"
-            f" token slots used of those allocated: {stats.kv_utilisation:.1%}",
+            f"pages: {_describe_free_pages(stats)}; token slots used of those allocated: {stats.kv_utilisation:.1%}",
             _describe_compilations(stats),
         )
     )
@@ -83,6 +82,11 @@ def describe_completion(completion: CompletionOutput, num_completions: int) -> d
     if completion.token_ids and not completion.text:  # without a tokenizer that is all there is
         answer["token_ids"] = completion.token_ids
     return answer
+
+
+def _describe_free_pages(stats: EngineStats) -> str:
+    cached = f", {stats.pages_cached} of them with cached prefixes" if stats.pages_cached else ""
+    return f"{stats.pages_free + stats.pages_cached} of {stats.pages_total} free now{cached}"
 
 
 def write_text(text: str) -> None:

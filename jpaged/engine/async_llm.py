@@ -19,17 +19,13 @@ from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.llm import render_chat
 from jpaged.engine.tokenizer import Tokenizer
-from jpaged.errors import AbortedError, EngineFailedError, JpagedError, QueueFullError
+from jpaged.errors import AbortedError, EngineClosedError, EngineFailedError, JpagedError, QueueFullError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats, Observer
 from jpaged.request import Message, OutputDelta, Params, PreparedRequest, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 MAX_BUFFERED_DELTAS = 64
-
-
-class EngineClosedError(AbortedError):
-    """The engine was closed before the request was done; another engine may serve it."""
 
 
 class _Stream:

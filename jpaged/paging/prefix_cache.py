@@ -24,8 +24,8 @@ def sha256(content: bytes) -> bytes:
 class CachedPage:
     """A named page. It is on the device (`page`), in the host tier (`host_page`), or in both for a moment.
 
-    `parent` is the entry itself (or, at the root, the extra keys), so that a chain is one by identity. `ready_step` is
-    the step that writes the page; a plan may use it from the next step on.
+    `parent` is the entry before it or, at the root, the extra keys. `ready_step` is the step that writes the page; a
+    plan may use it from the next step on.
     """
 
     digest: bytes
@@ -156,6 +156,8 @@ class PrefixCache:
         """The device pool takes a cached page back: demote it to the host tier if there is room, else forget it."""
         entry = self._by_page.pop(page)
         entry.page = NOWHERE
+        if entry.host_page != NOWHERE:
+            return  # it is there already: somebody computed it again
         if self._host_pool is None or not self._host_pool.num_available:
             del self._by_digest[entry.digest]
             return
@@ -185,5 +187,26 @@ class PrefixCache:
 
 
 def _is(entry: CachedPage, parent: CachedPage | tuple[str, ...], token_ids: tuple[int, ...]) -> bool:
-    same_parent = entry.parent is parent if isinstance(parent, CachedPage) else entry.parent == parent
-    return same_parent and entry.token_ids == token_ids
+    """Whether an entry stands for these tokens behind this parent.
+
+    A parent that was given away and computed again is another entry with the same contents; its children are linked to
+    the new one then.
+    """
+    if entry.token_ids != token_ids:
+        return False
+    if entry.parent is not parent:
+        if not _is_same_prefix(entry.parent, parent):
+            return False
+        entry.parent = parent
+    return True
+
+
+def _is_same_prefix(one: CachedPage | tuple[str, ...], other: CachedPage | tuple[str, ...]) -> bool:
+    """Compare two chains down to their roots, or to where they meet."""
+    while isinstance(one, CachedPage) and isinstance(other, CachedPage):
+        if one is other:
+            return True
+        if one.token_ids != other.token_ids:
+            return False
+        one, other = one.parent, other.parent
+    return one == other

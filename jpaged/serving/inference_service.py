@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 
-from jpaged.engine.async_llm import AsyncLLM, EngineClosedError
+from jpaged.engine.async_llm import AsyncLLM
 from jpaged.errors import (
     AbortedError,
     CapacityError,
+    EngineClosedError,
     EngineFailedError,
     InvalidRequestError,
     JpagedError,

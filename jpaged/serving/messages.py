@@ -96,8 +96,7 @@ def read_sampling(message: pb.SamplingParams) -> SamplingParams:
             raise InvalidRequestError(
                 f"sampling.{field.name} is {value!r}, this server supports only {NEUTRAL[field.name]!r}; leave it out"
             )
-    if values.get("max_tokens") == UNLIMITED_TOKENS:
-        values["max_tokens"] = None
+    _read_max_tokens(values)
     return SamplingParams(**values)
 
 
@@ -112,16 +111,24 @@ def read_beam_search(message: pb.BeamSearchParams) -> BeamSearchParams:
     """Raises InvalidRequestError for a value out of range."""
     values = {field.name: value for field, value in message.ListFields()}
     values["beam_width"] = message.beam_width
+    _read_max_tokens(values)
     stopping = values.pop("early_stopping", pb.EARLY_STOPPING_FALSE)
     if stopping not in _EARLY_STOPPING:
         raise InvalidRequestError(f"beam_search.early_stopping is {stopping}, which is none of the known values")
     return BeamSearchParams(**values, early_stopping=_EARLY_STOPPING[stopping])
 
 
+def _read_max_tokens(values: dict[str, Any]) -> None:
+    if values.get("max_tokens") == UNLIMITED_TOKENS:
+        values["max_tokens"] = None
+
+
 def write_method(request: pb.GenerateRequest, params: Params) -> None:
     """Put the parameters of either method into a request."""
     if isinstance(params, BeamSearchParams):
         values = {field.name: getattr(params, field.name) for field in fields(params)}
+        if params.max_tokens is None:
+            values["max_tokens"] = UNLIMITED_TOKENS
         stopping = values.pop("early_stopping")
         number = next(number for number, value in _EARLY_STOPPING.items() if value == stopping)
         given = {name: value for name, value in values.items() if value is not None}

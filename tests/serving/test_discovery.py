@@ -17,10 +17,12 @@ PROMPT: TokensPrompt = {"prompt_token_ids": [3, 4, 5]}
 GAUGES = {
     *("jpaged_num_requests_running", "jpaged_num_requests_waiting", "jpaged_kv_cache_usage_ratio"),
     *("jpaged_kv_pages_free", "jpaged_kv_pages_used", "jpaged_kv_pages_cached", "jpaged_compilations_after_ready"),
+    *("jpaged_kv_pages_pinned", "jpaged_host_tier_pages"),
 }
 COUNTERS = {
     *("jpaged_prompt_tokens", "jpaged_cached_tokens", "jpaged_generation_tokens"),
     *("jpaged_preemptions", "jpaged_request_success"),
+    *("jpaged_prefix_cache_queries_tokens", "jpaged_prefix_cache_hits_tokens"),
 }
 HISTOGRAMS = {
     *("jpaged_time_to_first_token_seconds", "jpaged_inter_token_latency_seconds", "jpaged_request_queue_seconds"),
@@ -38,7 +40,8 @@ def test_reflection_lists_and_describes_the_services(channel):
     }
     service = DescriptorPool(database).FindServiceByName("jpaged.v1.Inference")
     assert set(service.methods_by_name) == {
-        *("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModelInfo", "GetServerInfo", "Abort")
+        *("Generate", "GenerateStream", "Tokenize", "Detokenize", "GetModelInfo", "GetServerInfo", "Abort"),
+        *("PinPrefix", "UnpinPrefix", "FlushPrefixCache"),
     }
     method = service.methods_by_name["GenerateStream"]
     assert (method.input_type.full_name, method.output_type.full_name) == (
@@ -129,7 +132,7 @@ def test_metrics_add_up(server, client, metrics):
     assert change["jpaged_step_tokens_sum",] == steps + 5 * (3 - 1)  # prompts of three tokens; one token elsewhere
     assert sum(after[f"jpaged_kv_pages_{state}",] for state in ("free", "used", "cached")) == 600
     assert after["jpaged_kv_cache_usage_ratio",] == after["jpaged_kv_pages_used",] / 600
-    assert (after["jpaged_kv_pages_cached",], after["jpaged_compilations_after_ready",]) == (0, 0)
+    assert (after["jpaged_kv_pages_pinned",], after["jpaged_compilations_after_ready",]) == (0, 0)
 
 
 def test_text_becomes_tokens_and_back(client: Client, stub):

@@ -17,6 +17,10 @@ from jpaged.serving.messages import (
 from jpaged.v1 import inference_pb2 as pb
 
 EVERYTHING = SamplingParams(
+    n=3,
+    priority=-2,
+    cache_salt="salt",
+    skip_reading_prefix_cache=True,
     temperature=0.7,
     top_p=0.9,
     top_k=-1,

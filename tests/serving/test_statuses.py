@@ -73,7 +73,6 @@ def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_range(stub,
 
 
 UNSUPPORTED = {
-    "n": 2,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "repetition_penalty": 1.1,
@@ -89,9 +88,6 @@ UNSUPPORTED = {
     "spaces_between_special_tokens": False,
     "output_kind": pb.OUTPUT_KIND_CUMULATIVE,
     "truncate_prompt_tokens": 1,
-    "priority": 1,
-    "cache_salt": "salt",
-    "skip_reading_prefix_cache": False,
 }
 
 
