@@ -10,7 +10,7 @@ from jpaged.errors import InvalidRequestError
 MAX_SEED = 2**64 - 1
 MAX_TEMPERATURE = 1e6  # beyond any use; every token is as likely as any other long before
 MAX_BEAM_WIDTH = 10
-MAX_LENGTH_PENALTY = 100.0  # beyond, lengths to its power leave what floats can hold
+MAX_LENGTH_PENALTY = 10.0  # to its power, the length of any context is still a number that floats hold
 
 
 class TokensPrompt(TypedDict):
