@@ -20,6 +20,7 @@ stage() {
 
 stage "ruff check" "$VENV/bin/python" -m ruff check .
 stage "ruff format" "$VENV/bin/python" -m ruff format --check .
+stage "proto freshness" scripts/generate_proto.sh --check
 stage "lint-imports" "$VENV/bin/lint-imports" --no-logo
 stage "pyright" "$VENV/bin/python" -m pyright --pythonpath "$VENV/bin/python"
 stage "pytest" "$VENV/bin/python" -m pytest "$@"
