@@ -1,4 +1,4 @@
-"""The command line: `jpaged serve | generate | chat | batch | convert | client`."""
+"""The command line: `jpaged serve | generate | chat | batch | convert | client | bench`."""
 
 from jpaged.cli.app import main
 

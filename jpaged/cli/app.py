@@ -5,6 +5,7 @@ import sys
 import typer
 
 from jpaged.cli.batch import batch
+from jpaged.cli.bench import bench
 from jpaged.cli.chat import chat
 from jpaged.cli.client import client
 from jpaged.cli.console import notes
@@ -22,6 +23,7 @@ app = typer.Typer(
 for command in (serve, generate, chat, batch, convert):
     app.command()(command)
 app.add_typer(client, name="client")
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
