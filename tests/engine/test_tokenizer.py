@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from jpaged.engine.demo_model import DEMO_NAME, models_cache_dir
+from jpaged.engine.demo_model import ensure_demo_model
 from jpaged.engine.tokenizer import ChatTemplate, Tokenizer, load_tokenizer
 from jpaged.errors import InvalidRequestError, ModelError
 from tests.engine.tokenizer_builds import byte_level_backend, sentencepiece_backend, word_level_backend
 
-DEMO_DIR = models_cache_dir() / DEMO_NAME
 BACKENDS = {"byte-level": byte_level_backend, "sentencepiece": sentencepiece_backend}
 TEXTS = ["hello world", "", " ", "a<s>b</s>", "né你 🙂\n\n  x", "<tool>1234", "\x00\ufeffﬁ"]
 CHAT = [
@@ -262,9 +261,9 @@ def test_word_level_tokenizers_decode_with_spaces() -> None:
     assert tokenizer.decode(tokenizer.encode("red blue")) == "red blue"
 
 
-@pytest.mark.skipif(not (DEMO_DIR / "tokenizer.json").is_file(), reason="the demo model is not in the cache")
 def test_the_demo_tokenizer_equals_auto_tokenizer() -> None:
-    ours, theirs = load_tokenizer(DEMO_DIR), auto(DEMO_DIR)
+    demo_dir = ensure_demo_model()
+    ours, theirs = load_tokenizer(demo_dir), auto(demo_dir)
     texts = [
         "The quick brown fox; don't they'll I'M 12 345 6.78e9",
         "def f(x):\n\treturn  x**2\r\n\n\n    # é",

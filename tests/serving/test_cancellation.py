@@ -99,8 +99,9 @@ def test_deadlines_end_the_work_of_running_and_queued_requests(server, client):
             assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     steps = wait_until_idle(client).steps - before
     assert 0 < steps < 2000  # one request alone would have taken so many
-    outcomes = {line[1] for line in server.wait_for_log(r"request 'deadline-\d+': (\w+)")}
-    assert outcomes == {"DEADLINE_EXCEEDED"}
+    # The client's clock may be first, and then its deadline arrives as a cancellation.
+    outcomes = [line[1] for line in server.wait_for_log(r"request 'deadline-\d+': (\w+)", 24)]
+    assert set(outcomes) <= {"DEADLINE_EXCEEDED", "CANCELLED"}
 
 
 CLIENT_THAT_NEVER_ENDS = """
