@@ -1,7 +1,7 @@
 """What the pages of a run hold, and what contiguous reservations would have taken for the same requests.
 
-    python scripts/bench_memory.py --plot memory.png                                 # demo model, sharegpt:32
-    python scripts/bench_memory.py --plot memory.png --simulate --workload sharegpt:300   # scheduler only, no model
+    python scripts/bench_memory.py --plot memory.png                # 32 requests of real lengths on the demo model
+    python scripts/bench_memory.py --plot memory.png --simulate --workload sharegpt:200 --num-pages 1024   # no model
 
 The picture shows, over the steps of the run, the device pages that are used, cached and free, the pages of the host
 tier, and beside it what three contiguous policies would have reserved for the requests running in each step: up to
@@ -18,6 +18,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
+from plotting import BLUE, GREEN, GREY, INK, LIGHT_BLUE, LIGHT_ORANGE, ORANGE, RED, picture
 from reservation import (
     CONTIGUOUS,
     Limits,
@@ -41,12 +42,7 @@ PAGE_SIZE_TOKENS = 16
 COMPARED_REQUESTS = 1000
 MOST_WASTE_OVER_FLOOR = 0.003
 PAGED = "pages"
-BLUE, LIGHT_BLUE, GREY, INK, HOST = "#1f5fa8", "#a9cbea", "#eceff2", "#1d2733", "#d98c3f"
-POLICY_COLOURS = {
-    "to the maximum length": "#b3312c",
-    "to the next power of two": "#d98c3f",
-    "to the true length": "#4d8b57",
-}
+POLICY_COLOURS = dict(zip(CONTIGUOUS, (RED, ORANGE, GREEN), strict=True))
 
 
 @dataclass(slots=True)
@@ -95,7 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="OUT.png", help="draw a run; without it only the table is made")
     parser.add_argument("--simulate", action="store_true", help="run the scheduler without a model")
     parser.add_argument("--workload", default="sharegpt:32", help="of the run: sharegpt:N")
-    parser.add_argument("--num-pages", type=int, default=1024, help="device pages of the run")
+    parser.add_argument("--num-pages", type=int, default=256, help="device pages of the run")
     parser.add_argument("--host-pages", type=int, default=512, help="pages of the host tier, with --simulate")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=2048)
@@ -204,72 +200,57 @@ def run_model(arguments: argparse.Namespace) -> Trace:
 
 def plot(trace: Trace, path: str) -> None:
     """Draw the pool on the left, the host tier under it, and the reservations on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style = {"font.size": 10, "axes.edgecolor": "#9aa5b1", "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    with plt.rc_context({**style, "axes.titlelocation": "left", "axes.titleweight": "bold"}):
-        figure = plt.figure(figsize=(13, 6.2), layout="constrained")
-        figure.suptitle(trace.title, fontsize=13, x=0.01, ha="left")
-        grid = figure.add_gridspec(2, 2, height_ratios=[3.2, 1], wspace=0.06)
+    with picture(path, 13, 6.4) as figure:
+        figure.suptitle(trace.title, fontsize=14, x=0.015, ha="left")
+        grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
         device = figure.add_subplot(grid[0, 0])
         host = figure.add_subplot(grid[1, 0], sharex=device)
         beside = figure.add_subplot(grid[:, 1])
         _plot_device(device, trace)
         _plot_host(host, trace)
         _plot_reservations(beside, trace)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
+        for axes in (device, host, beside):
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set(ylabel="pages", xlim=(0, len(trace.used) - 1))
+        for axes in (host, beside):
+            axes.set_xlabel("step")
 
 
 def _plot_device(axes, trace: Trace) -> None:
-    steps = range(len(trace.used))
     free = [trace.num_pages - used - cached for used, cached in zip(trace.used, trace.cached, strict=True)]
-    labels = ["used by requests", "cached for later requests", "free"]
-    axes.stackplot(steps, trace.used, trace.cached, free, labels=labels, colors=[BLUE, LIGHT_BLUE, GREY], lw=0)
-    axes.set(title="Device pages", ylabel="pages", ylim=(0, trace.num_pages), xlim=(0, len(trace.used) - 1))
+    axes.stackplot(range(len(free)), trace.used, trace.cached, free, colors=[BLUE, LIGHT_BLUE, GREY], lw=0)
+    axes.set(title="Device pages", ylim=(0, trace.num_pages))
     axes.tick_params(labelbottom=False)
-    axes.legend(loc="upper right", frameon=True, framealpha=0.95, edgecolor="none", reverse=True)
+    _legend_above(axes, {"used": BLUE, "cached": LIGHT_BLUE, "free": GREY})
 
 
 def _plot_host(axes, trace: Trace) -> None:
-    axes.stackplot(
-        range(len(trace.used)),
-        trace.host_used,
-        trace.host_cached,
-        labels=["swapped-out requests", "evicted prefixes"],
-        colors=[HOST, "#f1d3b3"],
-        lw=0,
-    )
-    axes.set(title="Host tier", ylabel="pages", xlabel="step")
-    axes.set_ylim(0, max(max(map(sum, zip(trace.host_used, trace.host_cached, strict=True))) * 1.15, 1))
-    axes.legend(loc="upper left", frameon=True, framealpha=0.95, edgecolor="none", ncols=2)
+    axes.stackplot(range(len(trace.used)), trace.host_used, trace.host_cached, colors=[ORANGE, LIGHT_ORANGE], lw=0)
+    peak = max(map(sum, zip(trace.host_used, trace.host_cached, strict=True)))
+    axes.set(title="Host pages", ylim=(0, max(peak * 1.05, 1)))
+    _legend_above(axes, {"of requests that gave way": ORANGE, "of evicted prefixes": LIGHT_ORANGE})
 
 
 def _plot_reservations(axes, trace: Trace) -> None:
     steps = range(len(trace.used))
-    axes.fill_between(steps, trace.used, color=BLUE, lw=0, label=f"page by page: peak {max(trace.used):,} pages")
+    peak = f"page by page: {max(trace.used):,} at most"
+    below = axes.fill_between(steps, trace.used, color=BLUE, lw=0, label=peak)
+    lines = []
     for name, pages in trace.reserved.items():
-        axes.plot(steps, pages, color=POLICY_COLOURS[name], lw=2, label=f"{name}: peak {round(max(pages)):,}")
-    axes.axhline(trace.num_pages, color=INK, lw=1, ls=(0, (5, 4)))
-    axes.annotate(
-        "the pool",
-        (1, trace.num_pages),
-        (-4, 4),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-    )
-    axes.set(title="What the same requests would reserve", ylabel="pages", xlabel="step")
-    axes.set(xlim=(0, len(trace.used) - 1), ylim=(0, None))
-    handles, labels = axes.get_legend_handles_labels()
-    order = [1, 2, 3, 0]  # from above, as they lie
-    axes.legend(
-        [handles[i] for i in order], [labels[i] for i in order], loc="upper right", framealpha=0.95, edgecolor="none"
-    )
+        label = f"{name}: {round(max(pages)):,} at most"
+        lines += axes.plot(steps, pages, color=POLICY_COLOURS[name], lw=2, label=label)
+    pool = axes.axhline(trace.num_pages, color=INK, lw=1, ls=(0, (5, 4)), label=f"the pool: {trace.num_pages:,}")
+    axes.set(title="What the same requests would reserve, each in one piece", ylim=(0, None))
+    axes.legend(handles=[*lines, below, pool], loc="upper right", framealpha=0.95, edgecolor="none")
+
+
+def _legend_above(axes, colours: dict[str, str]) -> None:
+    """To the right of the title, where it hides nothing."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
+    style = {"frameon": False, "borderaxespad": 0, "handlelength": 1.2, "columnspacing": 1.4}
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.025), ncols=len(handles), **style)
 
 
 if __name__ == "__main__":

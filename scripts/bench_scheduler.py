@@ -98,7 +98,7 @@ def measure_scheduler(rows: int) -> dict[str, int]:
 
 
 def measure_pool(num_pages: int, num_tables: int = 100, pages_each: int = 8, rounds: int = 200) -> dict[str, int]:
-    """Time tables that take and free pages, in another order each round; the fastest half of the rounds counts."""
+    """Time tables that take and free pages, in another order each round; medians of the rounds."""
     pool, generator = PagePool(num_pages), random.Random(0)
     num_tables = min(num_tables, num_pages // pages_each)
     allocate_seconds: list[float] = []

@@ -17,6 +17,7 @@ import random
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -34,6 +35,7 @@ from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.scheduling.sequence import Sequence, SequenceGroup
 from jpaged.step_plan import RowSampling, StepPlan, StepResult
 from tests.fakes.paged_memory import PagedMemory
+from tests.fakes.plan_checks import check_plan
 from tests.fakes.simulated_runner import SimulatedRunner, beam_search, generate
 
 EPISODE_OPERATIONS = 5000
@@ -115,7 +117,7 @@ class Episode:
         self.finish()
         return Counter({f"{self.prefix}.{kind}": count for kind, count in self.counts.items()})
 
-    def weights(self) -> dict[str, float]:
+    def weights(self) -> Mapping[str, float]:
         raise NotImplementedError
 
     def check_counts(self) -> None:
@@ -151,7 +153,7 @@ class PagingEpisode(Episode):
         num_host_pages = generator.choice([0, 12, 40, 40])
         self.memory = PagedMemory(generator.randint(10, 40), num_host_pages, generator.choice([1, 2, 4]), digest)
 
-    def weights(self) -> dict[str, float]:
+    def weights(self) -> Mapping[str, float]:
         return dict(
             start=12, append=30, fork=12, free=18, swap_out=5, swap_in=6, pin=4, unpin=4, evict=4, publish=6
         ) | {
@@ -270,9 +272,9 @@ class SchedulerEpisode(Episode):
         self.num_groups = 0
         self.pins: list[str] = []
 
-    def weights(self) -> dict[str, float]:
+    def weights(self) -> Mapping[str, float]:
         pins = dict(pin=1, unpin=1, flush=0.2) if self.config.enable_prefix_caching else {}
-        return dict(add=30, abort=1, step=200) | pins
+        return {"add": 30, "abort": 1, "step": 200, **pins}
 
     def add(self) -> bool:
         if len(self.requests) > 16:
@@ -383,18 +385,6 @@ class SchedulerEpisode(Episode):
             for sequence in request.sequences:
                 alone = generate(group.prompt_token_ids, request.max_tokens, self.eos, sequence.index)
                 assert sequence.output_token_ids == alone, "an output differs from that of the request alone"
-
-
-def check_plan(plan: StepPlan) -> None:
-    """Assert that nothing in a plan is written twice, as a device may write in any order."""
-    targets = {
-        "row copies": [row for _, row in plan.row_copies],
-        "page table entries": [entry[:3] for entry in plan.new_pages],
-        "host pages": [host_page for _, host_page in plan.swap_outs],
-        "pages": [page for _, page in plan.swap_ins + plan.page_copies],
-    }
-    for name, written in targets.items():
-        assert len(set(written)) == len(written), f"a plan writes {name} twice: {written}"
 
 
 if __name__ == "__main__":

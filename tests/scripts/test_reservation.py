@@ -13,18 +13,18 @@ from scripts.reservation import (
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "slots"),
+    ("policy", "num_prompt", "num_output", "slots"),
     [
-        ("to the maximum length", (10, 25), 2048),
-        ("to the next power of two", (10, 25), 10 + 32),
-        ("to the next power of two", (10, 32), 10 + 32),
-        ("to the next power of two", (10, 1), 10 + 1),
-        ("to the next power of two", (1000, 1030), 2048),
-        ("to the true length", (10, 25), 35),
+        ("to the maximum length", 10, 25, 2048),
+        ("to the next power of two", 10, 25, 10 + 32),
+        ("to the next power of two", 10, 32, 10 + 32),
+        ("to the next power of two", 10, 1, 10 + 1),
+        ("to the next power of two", 1000, 1030, 2048),
+        ("to the true length", 10, 25, 35),
     ],
 )
-def test_what_each_policy_reserves(policy, lengths, slots):
-    assert CONTIGUOUS[policy](*lengths, 2048) == slots
+def test_what_each_policy_reserves(policy, num_prompt, num_output, slots):
+    assert CONTIGUOUS[policy](num_prompt, num_output, 2048) == slots
 
 
 def test_the_floor_counts_the_last_pages_empty_slots_over_a_life():
