@@ -9,14 +9,20 @@ from jpaged.step_plan import StepPlan
 
 def num_missing_pages(books: Books, group: SequenceGroup) -> int:
     """Pages that a group needs on the device for its known tokens, beyond those it has there."""
-    if group.is_swapped:
-        return len(distinct_pages(group))
+    swapped = len(distinct_pages(group)) if group.is_swapped else 0
     if group.is_forked:
-        return sum(max(sequence.table.num_missing_pages(sequence.num_tokens), 0) for sequence in group.live)
+        return swapped + sum(_num_pages_to_grow(sequence) for sequence in group.live)
     size = books.config.page_size_tokens
     shared = group.fork_length // size
     own = sum(-(-sequence.num_tokens // size) - shared for sequence in group.live)
-    return max(shared + own - len(group.live[0].table.pages), 0)
+    return swapped + max(shared + own - len(group.live[0].table.pages), 0)
+
+
+def _num_pages_to_grow(sequence: Sequence) -> int:
+    """Pages until a sequence's known tokens are computed; the one that it shares and writes to next is copied."""
+    table = sequence.table
+    shares = table.shared_page(sequence.num_planned_tokens) is not None
+    return max(table.num_missing_pages(sequence.num_tokens), 0) + shares
 
 
 def find_hits(books: Books, plan: StepPlan, group: SequenceGroup) -> list[CachedPage] | None:

@@ -121,7 +121,7 @@ class Books:
         """Name the pages that are full and whose tokens are known; `step` or an earlier one writes them."""
         num_full = min(sequence.num_planned_tokens, len(sequence.token_ids)) // self.config.page_size_tokens
         group, digests = sequence.group, sequence.digests
-        if self.cache is None or num_full <= len(sequence.chain) or not group.publishes:
+        if self.cache is None or num_full <= len(sequence.chain) or not group.publishes or group.is_swapped:
             return
         self.cache.digests(sequence.token_ids, group.cache_keys, digests)
         self.cache.publish(

@@ -61,6 +61,8 @@ def swap_in(
     host_tables = [sequence.table for sequence in group.live]
     moves = _move(group, pool, page_size_tokens, release=False)
     group.is_swapped = False
+    for sequence in group.live:
+        sequence.chain.clear()  # the entries may be gone; these pages can be named anew
     return moves, host_tables
 
 

@@ -151,9 +151,8 @@ class Scheduler:
         plan.num_decode = len(plan.sequence_ids)
         for sequence, count in prefills:
             self._append(plan, sequence, count)
-        if books.cache is not None and books.cache.demotions:
-            plan.swap_outs += books.cache.demotions
-            books.cache.demotions = []
+        self._plan_demotions(plan)
+        _keep_last_writes(plan)
         if not plan.sequence_ids and not plan.has_moves:
             return None
         books.next_step += 1
@@ -367,15 +366,27 @@ class Scheduler:
 
     def _preempt(self, plan: StepPlan, group: SequenceGroup) -> None:
         """Send a running group back to wait. Tokens in flight are still booked when they arrive."""
+        rows = {sequence.row for sequence in group.live}
+        # It may have forked in this plan, and others may take its rows in it.
+        plan.row_copies = [copy for copy in plan.row_copies if copy[1] not in rows]
+        plan.new_pages = [entry for entry in plan.new_pages if entry[1] not in rows]
         self.books.leave_rows(group)
         if self._should_swap(group):
-            plan.swap_outs += swap_out(group, self.host_pool, self.config.page_size_tokens)
+            moves = swap_out(group, self.host_pool, self.config.page_size_tokens)
+            self._plan_demotions(plan)  # they came first: a host page that was given on since then has the newer page
+            plan.swap_outs += moves
             self.preemptions["swap"] += 1
         else:
             drop_pages(group)
             self.preemptions["recompute"] += 1
         group.num_preemptions += 1
         self.books.wait(group)
+
+    def _plan_demotions(self, plan: StepPlan) -> None:
+        """Cached pages that have been given away leave for the host tier."""
+        if self.books.cache is not None:
+            plan.swap_outs += self.books.cache.demotions
+            self.books.cache.demotions = []
 
     def _should_swap(self, group: SequenceGroup) -> bool:
         num_pages = len(distinct_pages(group))
@@ -388,3 +399,9 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that rows, pages and queues agree with each other."""
         self.books.check_invariants()
+
+
+def _keep_last_writes(plan: StepPlan) -> None:
+    """Where a plan writes an entry twice, keep the last: a device may write them in any order."""
+    plan.new_pages = [(*where, page) for where, page in {entry[:3]: entry[3] for entry in plan.new_pages}.items()]
+    plan.swap_outs = [(page, host_page) for host_page, page in {host: page for page, host in plan.swap_outs}.items()]

@@ -10,6 +10,7 @@ import numpy as np
 
 from jpaged.decoding.beam_search import BeamSearch, Hypothesis
 from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, StepPlan, StepResult
+from tests.fakes.plan_checks import check_plan
 
 VOCABULARY = 997
 
@@ -64,6 +65,7 @@ class SimulatedRunner:
         self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan) -> StepResult:
+        check_plan(plan)
         assert plan.counts[: plan.num_decode] == [1] * plan.num_decode, "decode rows come first"
         assert len(plan.token_ids) == sum(plan.counts)
         assert len(set(plan.row_ids)) == len(plan.row_ids), "a row computes twice in one step"
