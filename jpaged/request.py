@@ -63,6 +63,7 @@ class SamplingParams:
         """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
         _whole("n", self.n, low=1)
         _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
+        _text("cache_salt", self.cache_salt)
         _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         _number("top_p", self.top_p, low=0.0, high=1.0, above_low=True)
         _number("min_p", self.min_p, low=0.0, high=1.0)
@@ -109,6 +110,7 @@ class BeamSearchParams:
         """Raise InvalidRequestError for a value out of range, naming the field, the value and the range."""
         _whole("beam_width", self.beam_width, low=1, high=MAX_BEAM_WIDTH)
         _whole("priority", self.priority, low=-(2**31), high=2**31 - 1)
+        _text("cache_salt", self.cache_salt)
         _number("length_penalty", self.length_penalty, low=-MAX_LENGTH_PENALTY, high=MAX_LENGTH_PENALTY)
         _number("temperature", self.temperature, low=0.0, high=MAX_TEMPERATURE)
         if self.max_tokens is not None:
@@ -118,7 +120,7 @@ class BeamSearchParams:
             "skip_reading_prefix_cache",
         ):
             _boolean(name, getattr(self, name))
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise InvalidRequestError(f'early_stopping is {self.early_stopping!r}, it must be true, false or "never"')
 
 
@@ -240,6 +242,12 @@ def _number(name: str, value: object, *, low: float, high: float, above_low: boo
         raise InvalidRequestError(
             f"{name} is {value!r}, it must be {'above' if above_low else 'at least'} {low:g}{upper}"
         )
+
+
+def _text(name: str, value: object) -> None:
+    # Surrogates are the only characters that no encoding takes.
+    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidRequestError(f"{name} is {value!r}, it must be a text that UTF-8 can hold")
 
 
 def _boolean(name: str, value: object) -> None:

@@ -178,8 +178,10 @@ class AsyncLLM:
         def command() -> None:
             try:
                 value = question()
-            except JpagedError as error:
+            except Exception as error:
                 _call(loop, lambda error=error: answer.done() or answer.set_exception(error))
+                if not isinstance(error, JpagedError):
+                    raise
             else:
                 _call(loop, lambda: answer.done() or answer.set_result(value))
 

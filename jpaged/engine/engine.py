@@ -94,6 +94,7 @@ class Engine:
                 f'priority is {params.priority}, but the engine serves by "{self.parts.config.policy}";'
                 ' leave it out, or start the engine with the policy "priority"'
             )
+        self._scheduler.check_width(width)
         max_length = self._max_length(len(token_ids), params.max_tokens, width)
         self._scheduler.check_fits(len(token_ids), max_length, width)
         return PreparedRequest(prompt if isinstance(prompt, str) else None, token_ids, params, max_length)
@@ -129,8 +130,24 @@ class Engine:
         self._scheduler.abort(self._requests.pop(group_id).group)
         return True
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
     def step(self) -> list[OutputDelta]:
-        """Dispatch the next step and return what the last finished one added to its requests."""
+        """Dispatch the next step and return what the last finished one added to its requests.
+
+        If it fails or is interrupted, the books and the device no longer agree: the engine is reset, and all requests
+        are gone, before the error goes on.
+        """
+        try:
+            return self._step()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _step(self) -> list[OutputDelta]:
         start = time.monotonic()
         plan = self._scheduler.plan()
         dispatched: tuple[StepPlan, PendingStep] | None = None

@@ -119,6 +119,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Generate for one prompt and yield what each step adds. Closing the iterator aborts the request."""
+        self._check_idle()
         request_id = self._new_request_id()
         self.engine.add_request(request_id, self.engine.prepare(prompt, params or SamplingParams()))
         try:
@@ -156,6 +157,7 @@ class LLM:
     def _run(
         self, requests: list[PreparedRequest], on_delta: Callable[[OutputDelta], None] | None
     ) -> list[RequestOutput]:
+        self._check_idle()
         outputs: list[RequestOutput] = []
         try:
             outputs += [self.engine.add_request(self._new_request_id(), request) for request in requests]
@@ -168,6 +170,11 @@ class LLM:
             for output in outputs:
                 self.engine.abort_request(output.request_id)
         return outputs
+
+    def _check_idle(self) -> None:
+        """One thing at a time: a second one would take the first one's deltas."""
+        if self.engine.num_requests:
+            raise InvalidRequestError("a stream of this LLM is open; finish or close it first, or use AsyncLLM")
 
     def _new_request_id(self) -> str:
         self._next_request += 1

@@ -173,6 +173,10 @@ def _size_host_tier(config: EngineConfig, page_spec: PageSpec) -> int:
         raise ConfigError(
             f"host_tier_gib is {config.host_tier_gib}, the host has {free_bytes / GIB:.2f} GiB free; lower it"
         )
+    if 0 < wanted_bytes < page_spec.page_bytes:
+        raise ConfigError(
+            f"host_tier_gib is {config.host_tier_gib}, one page takes {page_spec.page_bytes} bytes; raise it"
+        )
     return wanted_bytes // page_spec.page_bytes
 
 

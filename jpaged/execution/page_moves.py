@@ -65,6 +65,10 @@ class PageMover:
                 memory[host_pages] = np.asarray(new)[: len(host_pages)]
         self._pending.clear()
 
+    def forget_pending(self) -> None:
+        """After a failed step: what was on its way out is lost."""
+        self._pending.clear()
+
     def measure_swap_seconds_per_page(self, pages: Any) -> tuple[float, Any]:
         """Time a large swap of the scratch page out and in; return seconds a page, both ways, and the pages."""
         moves = [(self._scratch_page, 0)] * LARGE_MOVE

@@ -1,9 +1,7 @@
 """Owns the device's state and runs plans on it."""
 
-import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +22,6 @@ from jpaged.parallel.mesh import TENSOR_AXIS
 from jpaged.step_plan import MAX_CANDIDATES, StepPlan, StepResult
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 
-MAX_COMPILING_THREADS = 8  # each compilation takes memory of its own
 PAGES_PER_CHANGE = 512  # page table entries in one call outside of a step
 
 # Called with what was just compiled, how many shapes are done, and how many there are (0 before that is known).
@@ -111,16 +108,12 @@ class Runner:
     def warm_up(self, report: ReportProgress | None = None) -> MeasuredRates:
         """Compile every bucket and run each once, empty; return measured rates. Nothing compiles after it."""
         compilations_before = counter.compilations
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILING_THREADS)) as threads:
-            compiling = {threads.submit(self._compile, bucket): bucket for bucket in self.buckets}
-            for done, future in enumerate(as_completed(compiling), 1):
-                bucket = compiling[future]
-                self._executables[bucket] = future.result()
+        with counter.starting():
+            for done, bucket in enumerate(self.buckets, 1):
+                self._executables[bucket] = self._compile(bucket)
+                self._run(bucket, StepPlan(step=-1)).result()
                 if report is not None:
                     report(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows", done, len(self.buckets))
-        with counter.starting():
-            for bucket in self.buckets:
-                self._run(bucket, StepPlan(step=-1)).result()
             rates = self._measure()
         self.compilations += counter.compilations - compilations_before
         self._unexpected_at_ready = counter.unexpected_programs
@@ -139,6 +132,7 @@ class Runner:
 
     def reset(self) -> None:
         """Start over with empty pages and rows; after a failed step they are in no known state."""
+        self._mover.forget_pending()
         self._pages, self._rows = self._make_state()
 
     def start(self, plan: StepPlan) -> PendingStep:
@@ -208,5 +202,4 @@ class Runner:
             out_shardings=(*self._shardings, replicated),
         )
         words = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=replicated)
-        with counter.starting():
-            return step.lower(self._weights, self._pages, self._rows, words).compile()
+        return step.lower(self._weights, self._pages, self._rows, words).compile()

@@ -87,7 +87,8 @@ def _keep_top_k(scaled: Array, top_k: Array) -> Array:
 def _keep_top_p(scaled: Array, top_p: Array) -> Array:
     """Keep the fewest tokens, largest first, whose probabilities sum to at least `top_p`; equal ones stay together."""
     weights = jnp.exp(scaled)
-    wanted = top_p * weights.sum(axis=1)
+    # Below the clamp the product could round to zero, which no token at all would satisfy.
+    wanted = jnp.maximum(top_p, 1e-30) * weights.sum(axis=1)
     enough = lambda chosen: jnp.where(chosen, weights, 0).sum(axis=1) >= wanted  # noqa: E731
     threshold = _largest_key_where(scaled, enough)
     threshold = jnp.where(top_p < 1, threshold, 0)  # rounding must not drop the least likely tokens of other rows

@@ -132,6 +132,7 @@ class PrefixCache:
         """Forget all names; pages that nobody owns are free then."""
         for entry in list(self._by_digest.values()):
             self._drop(entry)
+        self.demotions = []
 
     def _settle(self, entry: CachedPage, page: int) -> None:
         entry.page = page

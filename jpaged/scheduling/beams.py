@@ -30,6 +30,7 @@ def advance_beams(books: Books, group: SequenceGroup, places: list[int], result:
         if sequence is None:
             sequence = childless.pop() if childless else _new_beam(books, group)
             parent = parents[child.parent]
+            books.give_up_names(sequence)
             sequence.become_fork_of(parent, parent.num_planned_tokens)
             sequence.token_ids = list(parent.token_ids)
             books.row_copies.append((parent, sequence))
@@ -37,6 +38,8 @@ def advance_beams(books: Books, group: SequenceGroup, places: list[int], result:
     for sequence in childless:
         _retire_beam(books, sequence)
     group.live = live
+    if live[0].num_planned_tokens == 0:  # its pages were dropped meanwhile: the prompt is computed once for all again
+        group.is_forked = len(live) == 1
     for sequence, child in zip(live, chosen, strict=True):
         sequence.token_ids.append(child.token_id)
         if not group.is_swapped:
@@ -54,6 +57,7 @@ def _new_beam(books: Books, group: SequenceGroup) -> Sequence:
 
 def _retire_beam(books: Books, sequence: Sequence) -> None:
     del books.sequences[sequence.sequence_id]
+    books.give_up_names(sequence)
     sequence.table.release()
     if sequence.row >= 0:
         sequence.group.spare_rows.append(sequence.row)

@@ -167,12 +167,13 @@ class Books:
             )
         for page in pages:
             self.pool.share(page)
-        self._pins[name] = pages
+        self._pins = self._pins | {name: pages}  # a new dict: other threads may be counting the old one
         return len(pages)
 
     def unpin(self, name: str) -> bool:
         """`False` if there is no such pin."""
-        pages = self._pins.pop(name, None)
+        pages = self._pins.get(name)
+        self._pins = {other: kept for other, kept in self._pins.items() if other != name}
         for page in reversed(pages or []):
             self.pool.release(page)
         return pages is not None
@@ -200,7 +201,11 @@ class Books:
     def _leave_row(self, sequence: Sequence) -> None:
         self._free_rows.append(sequence.row)
         sequence.row = -1
-        for digest in sequence.digests[len(sequence.chain) :]:
+        self.give_up_names(sequence)
+
+    def give_up_names(self, sequence: Sequence) -> None:
+        """A sequence will not compute the pages that others may be waiting for."""
+        for digest in sequence.digests:
             if self.being_computed.get(digest) is sequence:
                 del self.being_computed[digest]
 

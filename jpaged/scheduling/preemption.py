@@ -41,6 +41,7 @@ def drop_pages(group: SequenceGroup) -> None:
         sequence.num_planned_tokens = 0
         sequence.chain.clear()
     group.is_forked = len(group.live) == 1
+    group.publishes = True  # what is computed now is new, whatever was flushed before
 
 
 def swap_out(group: SequenceGroup, host_pool: PagePool, page_size_tokens: int) -> list[tuple[int, int]]:

@@ -93,18 +93,23 @@ class Scheduler:
         """The group of a sequence that has not ended."""
         return self.books.sequences[sequence_id].group
 
-    def check_fits(self, num_prompt_tokens: int, max_length: int, width: int = 1) -> int:
-        """Return the most pages that a request can need.
-
-        Raises:
-            CapacityError: it could not run even with the whole engine, but for the pinned pages, to itself.
-        """
+    def check_width(self, width: int) -> None:
+        """Raise CapacityError if a step does not hold the sequences of a request."""
         config = self.config
         if width > min(config.max_num_seqs, config.max_num_batched_tokens):
             raise CapacityError(
                 f"the request has {width} sequences, a step holds {config.max_num_seqs} sequences and"
                 f" {config.max_num_batched_tokens} tokens; lower n or beam_width, or raise the smaller limit"
             )
+
+    def check_fits(self, num_prompt_tokens: int, max_length: int, width: int = 1) -> int:
+        """Return the most pages that a request can need.
+
+        Raises:
+            CapacityError: it could not run even with the whole engine, but for the pinned pages, to itself.
+        """
+        self.check_width(width)
+        config = self.config
         # The last token is never computed, so it takes no place. Sequences share the prompt's full pages.
         pages = -(-(max_length - 1) // config.page_size_tokens)
         shared = (num_prompt_tokens - 1) // config.page_size_tokens if width > 1 else 0
@@ -289,10 +294,14 @@ class Scheduler:
                 self.prefix_hits_tokens += group.num_cached_tokens
             wanted = self._wanted(plan, group)
             if group.beams is None or budget >= len(wanted):
+                counts: Work = []
                 for sequence, want in wanted:
                     count = min(want, budget)
-                    budget -= count
                     if count:
+                        budget -= count
+                        counts.append((sequence, count))
+                if self._pages_for(counts) <= self.pool.num_available:  # else the next plan makes room
+                    for sequence, count in counts:
                         self._schedule(plan, prefills, sequence, count)
             promised += num_missing_pages(books, group) + len(group.live)
 

@@ -270,6 +270,13 @@ def test_what_the_pool_can_never_hold_is_refused_alone(make_llm):
         ({"max_tokens": 0}, "max_tokens is 0, it must be a whole number of at least 1"),
         ({"max_tokens": "5"}, "max_tokens is '5'"),
         ({"stop_token_ids": (-4,)}, "stop_token_ids holds -4"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5, it must be a list of token ids"),
+        ({"top_k": 2**40}, "top_k is 1099511627776, it must be a whole number of at least -1 and at most 2147483647"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no', it must be true or false"),
+        ({"cache_salt": 5}, "cache_salt is 5, it must be a text"),
+        ({"cache_salt": "\ud800"}, "it must be a text that UTF-8 can hold"),
+        ({"n": 0}, "n is 0"),
     ],
     ids=str,
 )

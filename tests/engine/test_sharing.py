@@ -131,6 +131,40 @@ def test_another_salt_never_hits_and_reading_can_be_skipped(make_llm):
     assert (salted.num_cached_tokens, skipped.num_cached_tokens) == (0, 0) and same.num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_or_is_interrupted_leaves_no_name_of_a_page_that_was_never_written(
+    make_llm, monkeypatch, failure
+):
+    llm = make_llm()
+    prompt = random_prompts(1, seed=60, longest=60)[0]
+    llm.flush_prefix_cache()
+    expected = tokens(llm.generate(prompt, greedy()))
+    llm.flush_prefix_cache()
+
+    def fail(plan):
+        raise failure
+
+    with monkeypatch.context() as patch, pytest.raises(failure):
+        patch.setattr(llm.engine.parts.runner, "start", fail)
+        llm.generate(prompt, greedy())
+    [output] = llm.generate(prompt, greedy())
+    assert output.num_cached_tokens == 0 and tokens([output]) == expected
+    llm.engine.check_invariants()
+
+
+def test_a_second_stream_is_refused_while_the_first_is_open(make_llm):
+    llm = make_llm()
+    prompts = random_prompts(2, seed=61)
+    first = llm.stream(prompts[0], greedy())
+    next(first)
+    with pytest.raises(InvalidRequestError, match="a stream of this LLM is open"):
+        next(llm.stream(prompts[1], greedy()))
+    with pytest.raises(InvalidRequestError, match="a stream of this LLM is open"):
+        llm.generate(prompts[1], greedy())
+    first.close()
+    assert len(tokens(llm.generate(prompts[1], greedy()))[0]) == 12
+
+
 def test_a_pinned_prefix_stays_while_others_come_and_go(make_llm):
     llm = make_llm(max_pinned_fraction=0.1)
     prefix = {"prompt_token_ids": list(range(3, 35))}

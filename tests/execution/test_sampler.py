@@ -105,7 +105,7 @@ def test_greedy_and_random_rows_share_a_batch():
     assert tokens[3] == alone[0], "a row's draw does not depend on its place or its company"
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-40}, {"min_p": 1.0}], ids=str)
 def test_the_narrowest_filter_is_greedy(settings):
     logits = random_logits(16, seed=1)
     tokens = sample(jnp.asarray(logits), parameters(16, temperature=5.0, **settings), jnp.arange(16))

@@ -1,5 +1,7 @@
 """Shared pages against a simulated device: samples, beams, prefixes, swapping, all mixed; outputs and books."""
 
+import random
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -195,6 +197,39 @@ def test_priority_decides_who_runs_and_who_gives_way():
     assert high.group.num_preemptions == 0 and low.group.num_preemptions >= 1
     assert high.output_token_ids == generate(prompt(16, 2), 20)
     assert low.output_token_ids == generate(prompt(16, 1), 20)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("budget", [20, 200])
+def test_beams_that_give_way_with_their_first_token_in_flight_share_the_prompt_again(caching, budget):
+    loop = Loop(num_pages=23, page_size=2, rows=8, budget=budget, preemption="recompute", enable_prefix_caching=caching)
+    searches = [make_search(4, 3), make_search(4, 3)]
+    loop.add(prompt(11, 3), 3, beams=searches[0])
+    loop.step()
+    loop.add(prompt(30, 4), 3, beams=searches[1])
+    loop.run(500)
+    assert searches[0].finished == beam_search(prompt(11, 3), make_search(4, 3))
+    assert searches[1].finished == beam_search(prompt(30, 4), make_search(4, 3))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flush_while_beams_run_and_give_way_leaves_nobody_waiting(seed):
+    """Names that are given up must not keep others waiting for pages that nobody computes."""
+    generator = random.Random(seed)
+    loop = Loop(num_pages=30, page_size=2, rows=8, budget=12, enable_prefix_caching=True, preemption="recompute")
+    for place in range(6):
+        search = make_search(3, 6) if place % 2 else None
+        loop.add(prompt(14, place // 3), 6, beams=search)
+    for _ in range(200):
+        loop.step()
+        if generator.random() < 0.2:
+            loop.scheduler.books.flush_prefix_cache()
+            loop.scheduler.check_invariants()
+    loop.run(500)
+    assert not loop.scheduler.books.being_computed
+    follower = loop.add(prompt(14, 0), 3)
+    loop.run(200)
+    assert follower.output_token_ids == generate(prompt(14, 0), 3)
 
 
 def test_a_pinned_prefix_stays():
