@@ -47,7 +47,7 @@ def test_beam_parameters_out_of_range_are_refused(client: Client, stub):
     ):
         with pytest.raises(grpc.RpcError) as caught:
             stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3]), beam_search=beam_search))
-        assert message in caught.value.details()
+        assert message in (caught.value.details() or "")
 
 
 def test_a_prefix_is_pinned_used_flushed_and_unpinned(client: Client):
@@ -58,7 +58,7 @@ def test_a_prefix_is_pinned_used_flushed_and_unpinned(client: Client):
     assert client.generate({"prompt_token_ids": [*prefix, 40]}, params).usage.cached_tokens == 20
     with pytest.raises(grpc.RpcError) as caught:
         client.pin_prefix("system", {"prompt_token_ids": prefix})
-    assert "is pinned already" in caught.value.details()
+    assert "is pinned already" in (caught.value.details() or "")
     client.flush_prefix_cache()
     assert client.generate({"prompt_token_ids": [*prefix, 40]}, params).usage.cached_tokens == 0
     assert client.unpin_prefix("system") and not client.unpin_prefix("system")
