@@ -79,7 +79,6 @@ class Engine:
         """
         spec = self.parts.spec
         token_ids = validate_prompt_token_ids(self._tokenize(prompt), spec.vocab_size, self.parts.max_model_len)
-        width = 1
         if isinstance(params, BeamSearchParams):
             width = params.beam_width
         else:

@@ -42,8 +42,7 @@ def advance_beams(books: Books, group: SequenceGroup, places: list[int], result:
         group.is_forked = len(live) == 1
     for sequence, child in zip(live, chosen, strict=True):
         sequence.token_ids.append(child.token_id)
-        if not group.is_swapped:
-            books.publish(sequence, books.next_step - 1)
+        books.publish(sequence, books.next_step - 1)
 
 
 def _new_beam(books: Books, group: SequenceGroup) -> Sequence:

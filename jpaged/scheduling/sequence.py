@@ -1,15 +1,12 @@
 """Streams of tokens and the requests they belong to, as the scheduler sees them."""
 
-from typing import TYPE_CHECKING
+from typing import Self
 
 from jpaged.decoding.beam_search import BeamSearch
 from jpaged.decoding.stopping import Finish, StopRules
 from jpaged.paging.page_table import PageTable
 from jpaged.paging.prefix_cache import CachedPage
 from jpaged.step_plan import RowSampling
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class Sequence:
@@ -81,7 +78,7 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.group.prompt_token_ids) :]
 
-    def become_fork_of(self, other: "Self", num_tokens: int) -> None:
+    def become_fork_of(self, other: Self, num_tokens: int) -> None:
         """Share another sequence's pages, which hold the KV of `num_tokens` tokens; what this one had is gone.
 
         Names are taken over for those tokens only: after them the two differ.

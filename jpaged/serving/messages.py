@@ -158,32 +158,14 @@ def write_prompt(request: pb.GenerateRequest, prompt: Prompt | list[Message]) ->
 
 
 def write_delta(delta: OutputDelta) -> pb.GenerateStreamResponse:
-    completion = pb.Completion(
-        index=delta.index,
-        text=delta.text,
-        token_ids=delta.token_ids,
-        cumulative_logprob=delta.cumulative_logprob,
-        score=delta.score,
-    )
-    _write_finish(completion, delta.finish_reason, delta.stop_reason)
-    response = pb.GenerateStreamResponse(request_id=delta.request.request_id, delta=completion)
+    response = pb.GenerateStreamResponse(request_id=delta.request.request_id, delta=_write_completion(delta))
     if delta.finished:
         response.usage.CopyFrom(_usage(delta.request))
     return response
 
 
 def write_output(output: RequestOutput) -> pb.GenerateResponse:
-    completions = []
-    for source in output.outputs:
-        completion = pb.Completion(
-            index=source.index,
-            text=source.text,
-            token_ids=source.token_ids,
-            cumulative_logprob=source.cumulative_logprob,
-            score=source.score,
-        )
-        _write_finish(completion, source.finish_reason, source.stop_reason)
-        completions.append(completion)
+    completions = [_write_completion(completion) for completion in output.outputs]
     return pb.GenerateResponse(request_id=output.request_id, completions=completions, usage=_usage(output))
 
 
@@ -200,13 +182,22 @@ def read_completion(completion: pb.Completion) -> CompletionOutput:
     )
 
 
-def _write_finish(completion: pb.Completion, finish_reason: str | None, stop_reason: int | str | None) -> None:
-    if finish_reason is not None:
-        completion.finish_reason = _FINISH_REASONS[finish_reason]
-    if isinstance(stop_reason, str):
-        completion.stop_string = stop_reason
-    elif stop_reason is not None:
-        completion.stop_token_id = stop_reason
+def _write_completion(source: CompletionOutput | OutputDelta) -> pb.Completion:
+    """A sequence, or what is new of one: the two say it in the same words."""
+    completion = pb.Completion(
+        index=source.index,
+        text=source.text,
+        token_ids=source.token_ids,
+        cumulative_logprob=source.cumulative_logprob,
+        score=source.score,
+    )
+    if source.finish_reason is not None:
+        completion.finish_reason = _FINISH_REASONS[source.finish_reason]
+    if isinstance(source.stop_reason, str):
+        completion.stop_string = source.stop_reason
+    elif source.stop_reason is not None:
+        completion.stop_token_id = source.stop_reason
+    return completion
 
 
 def _usage(output: RequestOutput) -> pb.Usage:
