@@ -22,7 +22,8 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import AbortedError, EngineClosedError, EngineFailedError, JpagedError, QueueFullError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats, Observer
-from jpaged.request import Message, OutputDelta, Params, PreparedRequest, Prompt, SamplingParams
+from jpaged.params import Params, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt
 
 logger = logging.getLogger(__name__)
 MAX_BUFFERED_DELTAS = 64

@@ -13,11 +13,10 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import CapacityError, InvalidRequestError
 from jpaged.execution.runner import PendingStep, ReportProgress
 from jpaged.metrics import EngineStats, Observer
+from jpaged.params import BeamSearchParams, Params
 from jpaged.request import (
-    BeamSearchParams,
     CompletionOutput,
     OutputDelta,
-    Params,
     PreparedRequest,
     Prompt,
     RequestOutput,
@@ -370,9 +369,8 @@ class Engine:
                     text,
                     found.token_ids,
                     "length" if found.stop_token_id is None else "stop",
-                    None,
-                    found.cumulative_logprob,
-                    found.score,
+                    cumulative_logprob=found.cumulative_logprob,
+                    score=found.score,
                 )
             )
         output.num_preemptions = group.num_preemptions
@@ -405,5 +403,5 @@ class Engine:
 
 def _row_sampling(params: Params, seed: int, sample_index: int) -> RowSampling:
     if isinstance(params, BeamSearchParams):
-        return RowSampling(params.temperature, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+        return RowSampling(temperature=params.temperature, is_beam=True)
     return RowSampling(params.temperature, params.top_p, max(params.top_k, 0), params.min_p, seed, sample_index)

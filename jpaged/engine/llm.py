@@ -10,16 +10,8 @@ from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats
-from jpaged.request import (
-    BeamSearchParams,
-    Message,
-    OutputDelta,
-    Params,
-    PreparedRequest,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-)
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput
 
 
 def render_chat(tokenizer: Tokenizer | None, messages: SequenceOf[Message]) -> Prompt:

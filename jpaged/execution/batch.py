@@ -63,7 +63,7 @@ class StepBatch(NamedTuple):
         kv_lens: int32 [S], lengths with the new tokens; 0 for padding.
         samples: bool [S], whether a token is drawn.
         num_seqs, num_decode: int32 [].
-        wants_candidates: bool [].
+        wants_logprobs: bool [].
         changes: what changes in the rows before the step.
     """
 
@@ -74,7 +74,7 @@ class StepBatch(NamedTuple):
     samples: Array
     num_seqs: Array
     num_decode: Array
-    wants_candidates: Array
+    wants_logprobs: Array
     changes: RowChanges
 
 
@@ -212,20 +212,20 @@ class BatchLayout:
         np.cumsum(counts, out=view["cu_q_lens"][1 : num_seqs + 1])
         view["kv_lens"][:num_seqs] = np.array(plan.starts, np.int32) + counts
         view["samples"][:num_seqs] = plan.samples
-        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_candidates
+        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_logprobs
         self.changes.pack(words, plan if with_changes else StepPlan(plan.step))
         return words
 
     def unpack(self, words: Array) -> StepBatch:
         """Take int32 [num_words] apart; called under jit."""
         view = {name: words[where] for name, where in self._slices.items()}
-        num_seqs, num_decode, wants_candidates = view.pop("numbers")
+        num_seqs, num_decode, wants_logprobs = view.pop("numbers")
         samples = view.pop("samples") != 0
         return StepBatch(
             **view,
             samples=samples,
             num_seqs=num_seqs,
             num_decode=num_decode,
-            wants_candidates=wants_candidates != 0,
+            wants_logprobs=wants_logprobs != 0,
             changes=self.changes.unpack(words),
         )

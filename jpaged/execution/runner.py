@@ -19,7 +19,7 @@ from jpaged.execution.page_moves import PageMover
 from jpaged.execution.rows import apply_changes, make_rows
 from jpaged.execution.step import StepParts, make_step
 from jpaged.parallel.mesh import TENSOR_AXIS
-from jpaged.step_plan import MAX_CANDIDATES, StepPlan, StepResult
+from jpaged.step_plan import MAX_CANDIDATES, Logprobs, StepPlan, StepResult
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 
 PAGES_PER_CHANGE = 512  # page table entries in one call outside of a step
@@ -65,7 +65,11 @@ class PendingStep:
             return StepResult(np.empty(0, np.int32))
         words = np.asarray(self._drawn)[: self._num_seqs]
         candidates = words[:, 1:].reshape(-1, 2, MAX_CANDIDATES)
-        return StepResult(words[:, 0], candidates[:, 0], candidates[:, 1].view(np.float32))
+        nothing = np.zeros(self._num_seqs)
+        logprobs = Logprobs(
+            nothing.astype(np.float32), nothing.astype(np.int32), candidates[:, 0], candidates[:, 1].view(np.float32)
+        )
+        return StepResult(words[:, 0], logprobs)
 
 
 class Runner:

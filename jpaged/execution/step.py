@@ -93,7 +93,7 @@ def _draw(model: Any, hidden: Array, rows: Rows, batch: StepBatch) -> Array:
         logprobs = jnp.pad(logprobs, padding, constant_values=-jnp.inf)
         return jnp.stack([jnp.pad(token_ids, padding), lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1)
 
-    found = lax.cond(batch.wants_candidates, candidates, lambda: jnp.zeros((len(logits), 2, MAX_CANDIDATES), jnp.int32))
+    found = lax.cond(batch.wants_logprobs, candidates, lambda: jnp.zeros((len(logits), 2, MAX_CANDIDATES), jnp.int32))
     tokens = sample(logits, parameters, batch.kv_lens)
     return jnp.concatenate([tokens[:, None], found.reshape(len(logits), -1)], axis=1)
 

@@ -346,7 +346,7 @@ class Scheduler:
         sequence.num_planned_tokens = end
         if samples:
             sequence.num_in_flight += 1
-            plan.wants_candidates |= sequence.group.beams is not None
+            plan.wants_logprobs |= sequence.group.beams is not None
         self.books.publish(sequence, plan.step)
 
     def _make_room(self, plan: StepPlan, group: SequenceGroup, work: Work) -> bool:

@@ -10,7 +10,7 @@ from jpaged.scheduling.sequence import Sequence, SequenceGroup
 from jpaged.step_plan import RowSampling, StepPlan, StepResult
 from tests.fakes.simulated_runner import SimulatedRunner
 
-GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+GREEDY = RowSampling()
 
 
 class Loop:

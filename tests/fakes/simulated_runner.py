@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from jpaged.decoding.beam_search import BeamSearch, Hypothesis
-from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, StepPlan, StepResult
+from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, Logprobs, StepPlan, StepResult
 from tests.fakes.plan_checks import check_plan
 
 VOCABULARY = 997
@@ -109,9 +109,11 @@ class SimulatedRunner:
             if plan.samples[place]:
                 history = self._history(row, start + count)
                 self.drawn[row] = token_ids[place] = next_token(history, self.sample_index[row])
-                if plan.wants_candidates:
+                if plan.wants_logprobs:
                     best[place], logprobs[place] = candidates(history)
-        return StepResult(token_ids, best, logprobs)
+        unused = np.zeros(num_seqs)
+        found = Logprobs(unused.astype(np.float32), unused.astype(np.int32), best, logprobs)
+        return StepResult(token_ids, found)
 
     def _history(self, row: int, length: int) -> list[int]:
         history = [
