@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from jpaged.errors import InvalidRequestError
 from jpaged.params import Params, validate_token_ids
+from jpaged.step_plan import RowConstraints
 
 
 class TokensPrompt(TypedDict):
@@ -21,14 +22,14 @@ Message = dict[str, Any]  # of a conversation: {"role": ..., "content": ...}
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request that has been checked: it can be served. `prompt` is `None` when the prompt came as token ids;
-    `max_length` is the most tokens of prompt and output; `bad_word_ids` are the tokens of what must not be written, and
-    `grammar` is what `structured_outputs` was compiled to, if there is one."""
+    `max_length` is the most tokens of prompt and output; `constraints` are what its rows keep on the device, and
+    `grammar` is what `structured_outputs` was compiled to, if there is any."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     params: Params
     max_length: int
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    constraints: RowConstraints | None = None
     grammar: Any = None
 
 
