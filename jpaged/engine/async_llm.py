@@ -163,6 +163,10 @@ class AsyncLLM:
         """Forget what is cached."""
         await self._ask(self._engine.flush_prefix_cache)
 
+    async def reload_weights(self, model: str | None = None) -> None:
+        """Serve other weights of the same model from now on, as Engine.reload_weights. Callers wait while they load."""
+        await self._ask(lambda: self._engine.reload_weights(model))
+
     def close(self) -> None:
         """End all requests and the thread."""
         self._commands.put(None)

@@ -6,7 +6,7 @@ import time
 from jpaged.config import EngineConfig
 from jpaged.engine.preparation import Preparation
 from jpaged.engine.publishing import Request, publish_prompt_logprobs
-from jpaged.engine.startup import EngineParts, start_up
+from jpaged.engine.startup import EngineParts, reload_weights, start_up
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError
 from jpaged.execution.runner import PendingStep, ReportProgress
@@ -125,6 +125,19 @@ class Engine:
         self._scheduler.books.flush_prefix_cache(with_pins=True)
         self._runner.reset()
         return request_ids
+
+    def reload_weights(self, model: str | None = None) -> None:
+        """Serve the weights of `model` (`None`: the same place again) from now on; nothing of the old ones' KV is found
+        again, and pins are gone.
+
+        Raises:
+            InvalidRequestError: requests are running; their KV would be of both.
+            ModelError: as startup.reload_weights; the engine goes on with the old weights then.
+        """
+        if self._requests:
+            raise InvalidRequestError(f"{len(self._requests)} requests are running; reload when they have ended")
+        reload_weights(self.parts, model)
+        self._scheduler.books.flush_prefix_cache(with_pins=True)
 
     def flush_prefix_cache(self) -> None:
         """Forget what is cached; pinned prefixes stay in memory but are not found again."""

@@ -105,6 +105,10 @@ class LLM:
         """Forget what is cached."""
         self.engine.flush_prefix_cache()
 
+    def reload_weights(self, model: str | None = None) -> None:
+        """Serve other weights of the same model from now on, as Engine.reload_weights."""
+        self.engine.reload_weights(model)
+
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jpaged.config import EngineConfig
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, ModelError
 from jpaged.execution.compilation import enable_compilation_cache
 from jpaged.execution.kv_cache import (
     ACCELERATOR_FRACTION,
@@ -115,6 +115,25 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token),
     )
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
+
+
+def reload_weights(parts: EngineParts, model: str | None = None) -> None:
+    """Replace a ready engine's weights by those of `model` (`None`: the same place again); nothing is compiled.
+
+    The new weights are loaded beside the old ones, so there must be room for both.
+
+    Raises:
+        ModelError: they cannot be found or read, or belong to a model of other shapes; the old ones stay then.
+    """
+    model_dir = resolve_model(model or parts.config.model, None)
+    spec = load_spec(model_dir)
+    if spec != parts.spec:
+        names = [field.name for field in fields(spec) if getattr(spec, field.name) != getattr(parts.spec, field.name)]
+        raise ModelError(
+            f"{model_dir} differs from the running model in {', '.join(names)}; start an engine of its own for it"
+        )
+    mesh = make_mesh(parts.config.tensor_parallel_size, spec=spec)
+    parts.runner.replace_weights(load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh))
 
 
 def choose_dtype(wanted: str, platform: str) -> str:

@@ -13,10 +13,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jpaged.execution.batch import BatchLayout, ChangesLayout
+from jpaged.execution.batch import BatchLayout, ChangesLayout, DrawLayout
 from jpaged.execution.buckets import Bucket, choose_bucket, make_buckets
 from jpaged.execution.compilation import counter
 from jpaged.execution.constraints import ConstraintsLayout, make_constraints, num_words
+from jpaged.execution.draw import make_draw
 from jpaged.execution.logprobs import unpack_logprobs
 from jpaged.execution.page_moves import PageMover
 from jpaged.execution.rows import apply_changes, enter_histories, make_rows
@@ -75,7 +76,7 @@ class PendingStep:
 
 
 class Runner:
-    """One jitted step per bucket over donated pages and rows.
+    """One jitted step per bucket over donated pages and rows, and one jitted draw per number of rows behind it.
 
     Nothing here decides: `start` executes a plan as it is. The weights stay; pages, rows and the hidden states of the
     last step are replaced by each step, constraints by each row that is taken with some.
@@ -87,6 +88,7 @@ class Runner:
         self._parts = StepParts(graph, attention, config.page_spec, mesh)
         self._config = config
         self._executables: dict[Bucket, jax.stages.Compiled] = {}
+        self._draws: dict[int, jax.stages.Compiled] = {}  # by number of rows
         self._layouts = {
             bucket: BatchLayout(
                 bucket, config.page_spec.page_size_tokens, config.max_num_seqs, config.page_spec.scratch_page
@@ -94,6 +96,9 @@ class Runner:
             for bucket in make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
         }
         self.buckets = sorted(self._layouts)
+        self._draw_layouts = {
+            bucket.num_rows: DrawLayout(bucket.num_rows, config.max_num_seqs) for bucket in self.buckets
+        }
         self._constraints_layout = ConstraintsLayout(model.spec.vocab_size)
         self._changes_layout = ChangesLayout(
             config.max_num_seqs, PAGES_PER_CHANGE, config.max_num_seqs, config.page_spec.scratch_page
@@ -110,7 +115,7 @@ class Runner:
             self._scorer = Scorer(self._parts, self._weights, self._hidden)
             self._no_masks = {
                 num_rows: jax.device_put(self._empty_masks(num_rows), replicated(mesh))
-                for num_rows in {bucket.num_rows for bucket in self.buckets}
+                for num_rows in self._draw_layouts
             }
         self.compilations = counter.compilations - compilations_before
 
@@ -125,6 +130,8 @@ class Runner:
         compilations_before = counter.compilations
         with counter.starting():
             for done, bucket in enumerate(self.buckets, 1):
+                if bucket.num_rows not in self._draws:
+                    self._draws[bucket.num_rows] = self._compile_draw(bucket.num_rows)
                 self._executables[bucket] = self._compile(bucket)
                 self._run(bucket, StepPlan(step=-1)).result()
                 if report is not None:
@@ -144,6 +151,12 @@ class Runner:
         if self._config.num_host_pages:
             swap_seconds, self._pages = self._mover.measure_swap_seconds_per_page(self._pages)
         return MeasuredRates(swap_seconds, compute_seconds)
+
+    def replace_weights(self, model: nnx.Module) -> None:
+        """Go on with other weights of the same shapes and placement; pages hold KV of the old ones."""
+        graph, weights = nnx.split(model)
+        assert graph == self._parts.graph, "the model is another one"
+        self.model, self._weights = model, weights
 
     def reset(self) -> None:
         """Start over with empty pages and rows; after a failed step they are in no known state."""
@@ -166,11 +179,17 @@ class Runner:
         if not fits:
             self._change_rows(plan)
         words = layout.pack(plan, with_changes=fits)
-        state = self._pages, self._rows, self._hidden
-        *state, drawn = self._executables[bucket](
-            self._weights, *state, self._constraints, words, self._masks(plan, bucket.num_rows)
+        self._pages, self._rows, self._hidden = self._executables[bucket](
+            self._weights, self._pages, self._rows, self._hidden, words
         )
-        self._pages, self._rows, self._hidden = state
+        self._rows, drawn = self._draws[bucket.num_rows](
+            self._weights,
+            self._rows,
+            self._hidden,
+            self._constraints,
+            self._draw_layouts[bucket.num_rows].pack(plan),
+            self._masks(plan, bucket.num_rows),
+        )
         scores = None
         if plan.scored or plan.wide:
             scores = self._scorer.start(self._hidden, plan.scored, plan.wide)
@@ -254,16 +273,22 @@ class Runner:
 
     def _compile_entry(self, enter: Any, state: Any, shardings: Any, shape: tuple[int, ...]) -> Any:
         """Compile enter(state, int32 words [*shape]) -> state, with the state donated."""
-        words = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self._parts.mesh))
-        return jax.jit(enter, donate_argnums=0, out_shardings=shardings).lower(state, words).compile()
+        return jax.jit(enter, donate_argnums=0, out_shardings=shardings).lower(state, self._words(*shape)).compile()
 
     def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        layout, everywhere = self._layouts[bucket], replicated(self._parts.mesh)
         step = jax.jit(
-            make_step(self._parts, layout),
-            donate_argnums=(1, 2, 3),
-            out_shardings=(*self._shardings[:3], everywhere),
+            make_step(self._parts, self._layouts[bucket]), donate_argnums=(1, 2, 3), out_shardings=self._shardings[:3]
         )
-        words = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=everywhere)
-        state = self._pages, self._rows, self._hidden, self._constraints
-        return step.lower(self._weights, *state, words, self._no_masks[bucket.num_rows]).compile()
+        state = self._pages, self._rows, self._hidden
+        return step.lower(self._weights, *state, self._words(self._layouts[bucket].num_words)).compile()
+
+    def _compile_draw(self, num_rows: int) -> jax.stages.Compiled:
+        layout, shardings = self._draw_layouts[num_rows], (self._shardings[1], replicated(self._parts.mesh))
+        draw = jax.jit(make_draw(self._parts, layout), donate_argnums=1, out_shardings=shardings)
+        state = self._rows, self._hidden, self._constraints
+        words, masks = self._words(layout.num_words), self._no_masks[num_rows]
+        return draw.lower(self._weights, *state, words, masks).compile()
+
+    def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """What the host sends with a call."""
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self._parts.mesh))
