@@ -27,6 +27,8 @@ CHARACTER = re.compile(
 )
 LETTERS = {"n": "\n", "r": "\r", "t": "\t"} | {letter: letter for letter in "\\\"'[]^-/"}
 LARK = re.compile(r"^\s*(%llguidance\b|[?!]?start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
+# llguidance's converter goes through all rules up to once for each rule: this takes it a second or two.
+MAX_RULES_TIMES_CHARACTERS = 8_000_000
 ANY_CHARACTER = "[\\x00-\U0010ffff]"
 
 
@@ -38,6 +40,8 @@ def is_ebnf(text: str) -> bool:
 def ebnf_to_lark(text: str) -> str:
     """The grammar in Lark's notation. Raises ValueError, with the reason, for one that makes no sense."""
     rules = [token["rule"] for token in TOKEN.finditer(text) if token["rule"]]
+    if len(rules) * len(text) > MAX_RULES_TIMES_CHARACTERS:
+        raise ValueError(f"{len(rules)} rules in {len(text)} characters are too many to convert from EBNF")
     # llguidance's converter starts at `root`, which it calls `start` in Lark.
     renamed = {} if "root" in rules else {rules[0]: "root"}
     if "start" in rules and "start" not in renamed:

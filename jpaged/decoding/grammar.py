@@ -24,17 +24,22 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from jpaged.decoding.ebnf import ebnf_to_lark, is_ebnf
+from jpaged.decoding.grammar_trial import GrammarTrial
 from jpaged.errors import InvalidRequestError
 from jpaged.params import StructuredOutputs
 
-# A request may bring anything; what these let through compiles in about a second and takes tens of milliseconds a
-# token at worst, and tens of MiB. Common schemas take a thousandth of that.
+# A request may bring anything; what these and the trial let through compiles in seconds and takes tens of milliseconds
+# a token at worst, and tens of MiB. Common schemas take a thousandth of that.
 MAX_SOURCE_CHARACTERS = 128 * 1024
-LIMITS = LLParserLimits(max_items_in_row=1000, max_lexer_states=50_000, verbose_errors=False)
+LIMITS: dict[str, Any] = {"max_items_in_row": 1000, "max_lexer_states": 50_000, "verbose_errors": False}
+JSON_LIMITS: dict[str, Any] = LIMITS | {
+    "max_items_in_row": 2000
+}  # less ambiguous, and objects may have hundreds of properties
 MAX_CACHED_GRAMMARS = 32
 MAX_FORCED_CHARACTERS = 256  # of forced text only the next token is wanted: longer text need not be tokenized
 MAX_REASON_CHARACTERS = 300
 
+HARMLESS = ("json_object", "choice")
 JSON_STYLE = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
@@ -86,7 +91,10 @@ class GrammarCompiler:
                 what does not spell the text is not used. `None` takes the longest tokens that fit.
         """
         self._vocabulary = _Vocabulary(token_bytes, special_token_ids, eos_token_ids, vocabulary_size, encode)
-        self._grammars: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._trial = GrammarTrial(
+            self._vocabulary.tokens, self._vocabulary.special_token_ids, self._vocabulary.tokenizer.eos_tokens
+        )
+        self._grammars: OrderedDict[tuple[str, str], Grammar | str] = OrderedDict()  # or why there is none
         self._lock = Lock()
 
     def compile(self, structured: StructuredOutputs) -> "Grammar":
@@ -107,28 +115,37 @@ class GrammarCompiler:
             )
         with self._lock:
             known = self._grammars.get((kind, source))
-            if known is not None:
-                self._grammars.move_to_end((kind, source))
-                return known
-        try:
-            grammar = Grammar(self._vocabulary, _to_llguidance(kind, source))
-        except ValueError as error:
-            raise InvalidRequestError(
-                f"structured_outputs.{kind} cannot be compiled: {_reason(str(error))}; change the {NOUNS[kind]}"
-            ) from error
+        if known is None:
+            known = self._try(kind, source)
         with self._lock:
-            self._grammars[(kind, source)] = grammar
+            self._grammars[(kind, source)] = known
+            self._grammars.move_to_end((kind, source))
             while len(self._grammars) > MAX_CACHED_GRAMMARS:
                 self._grammars.popitem(last=False)
-        return grammar
+        if isinstance(known, str):
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} cannot be compiled: {known}; change the {NOUNS[kind]}"
+            )
+        return known
+
+    def _try(self, kind: str, source: str) -> "Grammar | str":
+        """The grammar, or why there is none."""
+        limits = JSON_LIMITS if kind in ("json_schema", "json_object") else LIMITS
+        try:
+            definition = _to_llguidance(kind, source)
+            if kind not in HARMLESS and (harm := self._trial.find_harm(definition, limits)):
+                return harm
+            return Grammar(self._vocabulary, definition, LLParserLimits(**limits))
+        except ValueError as error:
+            return _reason(str(error))
 
 
 class Grammar:
     """A compiled grammar, which any number of sequences may follow."""
 
-    def __init__(self, vocabulary: "_Vocabulary", definition: str):
+    def __init__(self, vocabulary: "_Vocabulary", definition: str, limits: LLParserLimits):
         """`definition` is llguidance's. Raises ValueError, with the reason, when it cannot be followed."""
-        self._vocabulary, self._definition = vocabulary, definition
+        self._vocabulary, self._definition, self._limits = vocabulary, definition, limits
         self._fresh = self._build()
         if warnings := self._fresh.get_grammar_warnings():
             raise ValueError("; ".join(warnings))
@@ -145,7 +162,7 @@ class Grammar:
         return GrammarMatcher(self._vocabulary, self._fresh.deep_copy(), self._build)
 
     def _build(self) -> LLMatcher:
-        matcher = LLMatcher(self._vocabulary.tokenizer, self._definition, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._vocabulary.tokenizer, self._definition, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher

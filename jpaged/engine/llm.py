@@ -14,6 +14,9 @@ from jpaged.metrics import EngineStats
 from jpaged.params import BeamSearchParams, Params, SamplingParams
 from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput
 
+# Variables of a chat template that are arguments of their own.
+RESERVED_VARIABLES = frozenset({"documents", "messages", "self", "tools"})
+
 
 def render_chat(
     tokenizer: Tokenizer | None,
@@ -25,16 +28,40 @@ def render_chat(
 
     Args:
         tools: functions that the model may call, as OpenAI's interface describes them.
-        chat_template_kwargs: further variables of the template; `add_generation_prompt` and
-            `continue_final_message` among them.
+        chat_template_kwargs: further variables of the template. `add_generation_prompt` (True unless said otherwise)
+            lets the model begin an answer; `continue_final_message` lets it go on with the last message instead.
 
     Raises:
-        InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
+        InvalidRequestError: the model has no tokenizer or chat template, the template refuses the messages or has no
+            place for tools, or a variable is one that messages and tools have.
     """
     if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
-    variables = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
-    return {"prompt_token_ids": tokenizer.apply_chat_template(list(messages), tools=tools, **variables)}
+    if tools and tokenizer.chat_template is not None and not tokenizer.chat_template.takes_tools:
+        raise InvalidRequestError("the model's chat template has no place for tools; leave them out")
+    variables = dict(chat_template_kwargs or {})
+    reserved = sorted(RESERVED_VARIABLES & variables.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs holds {', '.join(reserved)}; give messages and tools themselves"
+        )
+    continues = bool(variables.pop("continue_final_message", False))
+    adds_prompt = bool(variables.pop("add_generation_prompt", not continues))
+    if continues and adds_prompt:
+        raise InvalidRequestError("continue_final_message and add_generation_prompt are both true; choose one")
+    text = tokenizer.render_chat(list(messages), adds_prompt, tools, **variables)
+    if continues:
+        text = _up_to_content(text, messages[-1])
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """A rendered chat up to the end of its last message's content."""
+    content = message.get("content")
+    found = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+    if found < 0:
+        raise InvalidRequestError("continue_final_message is true, but the last message's content is not in the prompt")
+    return text[: found + len(content.strip())]
 
 
 class LLM:

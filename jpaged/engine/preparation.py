@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from jpaged.decoding.beam_search import BeamSearch
 from jpaged.decoding.grammar import Grammar, GrammarCompiler
 from jpaged.decoding.stopping import StopRules
+from jpaged.engine.grammars import make_grammar_compiler
 from jpaged.engine.startup import EngineParts
 from jpaged.errors import CapacityError, InvalidRequestError
 from jpaged.params import (
@@ -193,19 +194,9 @@ class Preparation:
         """Raises InvalidRequestError if the model cannot follow it."""
         tokenizer, spec = self._parts.tokenizer, self._parts.spec
         assert tokenizer is not None
-        if tokenizer.byte_codec is None:
-            raise InvalidRequestError(
-                "structured_outputs is set, but this model's tokenizer does not work byte by byte; leave it out"
-            )
         with self._lock:  # reading the whole vocabulary takes a while: once is enough
             if self._grammar_compiler is None:
-                self._grammar_compiler = GrammarCompiler(
-                    [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)],
-                    tokenizer.special_ids,
-                    spec.eos_token_ids,
-                    spec.vocab_size,
-                    lambda text: tokenizer.encode(text, add_special_tokens=False),
-                )
+                self._grammar_compiler = make_grammar_compiler(tokenizer, spec.eos_token_ids, spec.vocab_size)
         return self._grammar_compiler.compile(structured)
 
     def _constraints(self, params: SamplingParams) -> RowConstraints | None:

@@ -68,6 +68,11 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._compiled: dict[str, Any] = {}
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a chat with tools has a template that looks at them."""
+        return "tool_use" in self.sources or "tools" in self.sources.get("default", "")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -11,6 +11,7 @@ import pytest
 
 from jpaged.decoding import grammar as grammar_module
 from jpaged.decoding.grammar import GrammarCompiler, GrammarMatcher
+from jpaged.decoding.grammar_trial import GrammarTrial
 from jpaged.errors import InvalidRequestError
 from jpaged.params import StructuredOutputs
 
@@ -298,7 +299,7 @@ def test_a_model_without_an_end_token_and_one_with_narrow_logits():
 
 
 def test_a_matcher_that_meets_the_limit_of_shared_states_goes_on_with_its_own(monkeypatch):
-    limits = grammar_module.LLParserLimits(max_lexer_states=1500, verbose_errors=False)
+    limits = {"max_lexer_states": 1500}
     monkeypatch.setattr(grammar_module, "LIMITS", limits)
     grammar = GrammarCompiler(TOKENS, SPECIAL, [EOS], SIZE, None).compile(StructuredOutputs(regex="(.*a.{12}b)?[ab]*"))
     draw, rebuilt = random.Random(0), 0
@@ -313,7 +314,7 @@ def test_a_matcher_that_meets_the_limit_of_shared_states_goes_on_with_its_own(mo
 
 
 def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch):
-    limits = grammar_module.LLParserLimits(max_items_in_row=100, verbose_errors=False)
+    limits = {"max_items_in_row": 100, "verbose_errors": False}
     monkeypatch.setattr(grammar_module, "LIMITS", limits)
     ambiguous = COMPILER.compile(StructuredOutputs(grammar='start: a\na: a a | "x" | a a a | ""'))
     matcher, other = ambiguous.start(), ambiguous.start()
@@ -359,6 +360,7 @@ def test_a_grammar_that_becomes_too_complex_fails_alone(monkeypatch):
         ({"grammar": 'root ::= "a" item'}, "Rule 'item' not found"),
         ({"grammar": 'root ::= "\\d"'}, "\\d is an unknown escape"),
         ({"grammar": 'root ::= "\\ud83d"'}, "\\ud83d is no Unicode character"),
+        ({"grammar": "r ::= [a-z]+ \n" * 5000}, "5000 rules in 70000 characters are too many to convert from EBNF"),
         ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, "its groups are nested too deep"),
     ],
 )  # fmt: skip
@@ -369,6 +371,29 @@ def test_what_cannot_be_compiled_is_refused_with_its_reason(structured, reason):
     message = str(caught.value)
     assert message.startswith(f"structured_outputs.{kind} cannot be compiled: ")
     assert reason in message and "\n" not in message and len(message) < 500
+
+
+CHAIN = "start: r0\n" + "\n".join(f'r{place}: "a" r{place + 1} | "b"' for place in range(5000)) + '\nr5000: "z"'
+
+
+@pytest.mark.parametrize(
+    ("structured", "reason"),
+    [
+        ({"json_schema": {"type": "integer", "multipleOf": 10_000_019}}, "it takes more than 2 seconds to compile"),
+        ({"grammar": CHAIN}, "it takes too much memory or too deep a recursion to compile"),
+    ],
+)
+def test_what_would_take_the_server_down_is_refused_and_does_not(structured, reason):
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match=reason):
+            COMPILER.compile(StructuredOutputs(**structured))
+    assert matches("ab", regex="ab|c")
+
+
+def test_a_process_for_trials_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with status 1"):
+        GrammarTrial([b"a", b"</s>"], [1], [1]).find_harm("start: /a/", {})
 
 
 def test_too_long_a_source_is_refused_before_it_costs_anything():

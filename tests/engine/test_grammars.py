@@ -2,10 +2,12 @@
 
 import random
 import re
+from functools import cache
 
 import numpy as np
 import pytest
 
+from jpaged.decoding.grammar import GrammarCompiler
 from jpaged.engine.detokenizer import IncrementalDetokenizer
 from jpaged.engine.grammars import make_grammar_compiler
 from jpaged.engine.tokenizer import Tokenizer
@@ -21,16 +23,21 @@ BACKENDS = {
 PADDING = 7  # logits beyond the vocabulary
 
 
-def generate(tokenizer: Tokenizer, structured: StructuredOutputs, seed: int) -> list[int]:
-    end = tokenizer.token_to_id("</s>")
-    assert end is not None
-    compiler = make_grammar_compiler(tokenizer, [end], tokenizer.vocab_size + PADDING)
+@cache
+def prepare(kind: str) -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = Tokenizer(BACKENDS[kind](), {"bos_token": "<s>", "eos_token": "</s>"})
+    assert tokenizer.eos_token_id is not None
+    return tokenizer, make_grammar_compiler(tokenizer, [tokenizer.eos_token_id], tokenizer.vocab_size + PADDING)
+
+
+def generate(kind: str, structured: StructuredOutputs, seed: int) -> list[int]:
+    tokenizer, compiler = prepare(kind)
     matcher, draw, token_ids = compiler.compile(structured).start(), random.Random(seed), []
     while not matcher.is_finished:
         allowed = np.flatnonzero(np.unpackbits(matcher.next_mask().view(np.uint8), bitorder="little"))
         token_id = int(draw.choice(allowed))
         assert matcher.accept(token_id)
-        if token_id != end:
+        if token_id != tokenizer.eos_token_id:
             token_ids.append(token_id)
     return token_ids
 
@@ -38,13 +45,13 @@ def generate(tokenizer: Tokenizer, structured: StructuredOutputs, seed: int) -> 
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize("prompt", ["he wrote", ""])
 def test_text_matches_exactly(kind, prompt):
-    tokenizer = Tokenizer(BACKENDS[kind](), {"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer, _ = prepare(kind)
     prompt_ids = [tokenizer.bos_token_id or 0, *(tokenizer.encode(prompt) if prompt else [])]
     regex = "(hello|\u00e9|\u4f60|\U0001f642){1,3}( world|  )?</s>?"
     choice = ("hello world", "he", "hell", "\U0001f642 \u4f60")
     for seed in range(30):
         for structured in (StructuredOutputs(regex=regex), StructuredOutputs(choice=choice)):
-            token_ids = generate(tokenizer, structured, seed)
+            token_ids = generate(kind, structured, seed)
             assert not set(token_ids) & tokenizer.special_ids
             stream = IncrementalDetokenizer(tokenizer, prompt_ids)
             text = stream.push(token_ids) + stream.finish()
@@ -53,8 +60,8 @@ def test_text_matches_exactly(kind, prompt):
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_forced_text_is_tokenized_as_the_tokenizer_would(kind):
-    tokenizer = Tokenizer(BACKENDS[kind](), {"bos_token": "<s>", "eos_token": "</s>"})
-    token_ids = generate(tokenizer, StructuredOutputs(regex="he wo"), 0)
+    tokenizer, _ = prepare(kind)
+    token_ids = generate(kind, StructuredOutputs(regex="he wo"), 0)
     assert [tokenizer.token_bytes(token_id) for token_id in token_ids] == [b"he", b" w", b"o"]
 
 

@@ -204,3 +204,25 @@ def test_logprobs_name_their_tokens(llm):
     ]
     [silent] = llm.generate("begin", replace(free(6, max_tokens=5, logprobs=3), detokenize=False))
     assert silent.outputs[0].text == "" and silent.outputs[0].logprobs[0][completion.token_ids[0]].decoded_token is None
+
+
+def test_chat_takes_tools_and_template_variables(llm):
+    """The tiny template writes <s>role:content</s> for each message, and <s> where an answer may begin."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well, "}]
+    decode = lambda prompt: llm.tokenizer.decode(prompt["prompt_token_ids"], skip_special_tokens=False)  # noqa: E731
+    assert decode(llm.render_chat(messages)) == "<s>user:hi</s><s>assistant:well, </s><s>"
+    assert decode(llm.render_chat(messages, None, {"add_generation_prompt": False})).endswith("well, </s>")
+    continued = llm.render_chat(messages, None, {"continue_final_message": True})
+    assert decode(continued) == "<s>user:hi</s><s>assistant:well,"
+    params = free(7, max_tokens=5)
+    [output] = llm.chat(messages, params, chat_template_kwargs={"continue_final_message": True})
+    assert output.prompt_token_ids == continued["prompt_token_ids"]
+    for wishes, message in (
+        ((None, {"messages": []}), "chat_template_kwargs holds messages"),
+        (([{"name": "f"}], None), "has no place for tools"),
+        ((None, {"continue_final_message": True, "add_generation_prompt": True}), "choose one"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.render_chat(messages, *wishes)
+    with pytest.raises(InvalidRequestError, match="the last message's content is not in the prompt"):
+        llm.render_chat([{"role": "user", "content": ""}], None, {"continue_final_message": True})
