@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jpaged.errors import InvalidRequestError
 
@@ -44,7 +44,7 @@ class StructuredOutputs:
 
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: SequenceOf[str] | None = None
     grammar: str | None = None
     json_object: bool = False
 
@@ -121,14 +121,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: SequenceOf[int] | None = None
+    bad_words: SequenceOf[str] = ()
     structured_outputs: StructuredOutputs | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: tuple[str, ...] | str = ()
+    stop: SequenceOf[str] = ()
     include_stop_str_in_output: bool = False
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: SequenceOf[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -182,7 +182,8 @@ class SamplingParams:
         if len(bad_words) > MAX_BAD_WORDS:
             raise InvalidRequestError(f"bad_words holds {len(bad_words)} words, at most {MAX_BAD_WORDS} are possible")
         object.__setattr__(self, "bad_words", bad_words)
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+        structured = cast(object, self.structured_outputs)
+        if structured is not None and not isinstance(structured, StructuredOutputs):
             raise InvalidRequestError(
                 f"structured_outputs is {self.structured_outputs!r}, it must be a StructuredOutputs object"
             )
@@ -263,9 +264,10 @@ def _validate_common(params: "Params") -> None:
     _text("cache_salt", params.cache_salt)
 
 
-def _logit_bias(given: object) -> dict[int, float]:
-    if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"logit_bias is {given!r}, it must map token ids to numbers")
+def _logit_bias(values: object) -> dict[int, float]:
+    if not isinstance(values, Mapping):
+        raise InvalidRequestError(f"logit_bias is {values!r}, it must map token ids to numbers")
+    given = cast(Mapping[Any, Any], values)
     ids = validate_token_ids("logit_bias", list(given))
     if len(ids) > MAX_LOGIT_BIASES:
         raise InvalidRequestError(f"logit_bias holds {len(ids)} ids, at most {MAX_LOGIT_BIASES} are possible")
@@ -288,11 +290,12 @@ def _schema_text(schema: object) -> str:
 def _texts(name: str, values: object) -> tuple[str, ...]:
     if isinstance(values, str) or not isinstance(values, SequenceOf):
         raise InvalidRequestError(f"{name} is {values!r}, it must be a list of texts")
-    for value in values:
-        _text(name, value)
-        if not value:
+    texts = tuple(cast(SequenceOf[str], values))
+    for text in texts:
+        _text(name, text)
+        if not text:
             raise InvalidRequestError(f"{name} holds an empty text; leave it out")
-    return tuple(values)
+    return texts
 
 
 def validate_token_ids(name: str, values: SequenceOf[Any]) -> tuple[int, ...]:

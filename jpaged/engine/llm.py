@@ -1,6 +1,6 @@
 """The offline door: prompts in, finished outputs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -58,10 +58,11 @@ def render_chat(
 def _up_to_content(text: str, message: Message) -> str:
     """A rendered chat up to the end of its last message's content."""
     content = message.get("content")
-    found = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+    content = content.strip() if isinstance(content, str) else ""
+    found = text.rfind(content) if content else -1
     if found < 0:
         raise InvalidRequestError("continue_final_message is true, but the last message's content is not in the prompt")
-    return text[: found + len(content.strip())]
+    return text[: found + len(content)]
 
 
 class LLM:
@@ -160,7 +161,7 @@ class LLM:
         """As the function `render_chat`, with this model's tokenizer."""
         return render_chat(self.tokenizer, messages, tools, chat_template_kwargs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta]:
         """Generate for one prompt and yield what each step adds, or what `params.output_kind` says.
 
         Closing the iterator aborts the request.

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -174,7 +175,7 @@ class Preparation:
                 if getattr(params, name):
                     raise InvalidRequestError(f"{name} is set, but this model has no tokenizer; leave it out")
 
-    def _tokenize_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    def _tokenize_bad_words(self, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word, at the beginning of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
@@ -218,7 +219,7 @@ class Preparation:
         return RowConstraints(allowed_bits, bias, bad_words, tuple(sorted(late)))
 
 
-def _pack_allowed(vocab_size: int, allowed: tuple[int, ...] | None, forbidden: list[int]) -> NDArray[np.uint32]:
+def _pack_allowed(vocab_size: int, allowed: SequenceOf[int] | None, forbidden: list[int]) -> NDArray[np.uint32]:
     """Bits as in RowConstraints."""
     may = np.full(-(-vocab_size // 32) * 32, allowed is None)
     may[list(allowed or ())] = True

@@ -72,7 +72,7 @@ class Request:
                 for completion in output.outputs:
                     completion.logprobs, completion.cumulative_logprob = [], 0.0
             if self.params.prompt_logprobs is not None:
-                output.prompt_logprobs = [None] * len(output.prompt_token_ids)
+                output.prompt_logprobs = [*([None] * len(output.prompt_token_ids))]
 
     def publish_token(
         self,

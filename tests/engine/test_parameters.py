@@ -92,7 +92,7 @@ def check_output(llm: LLM, prompt: list[int], params: SamplingParams, output) ->
             assert completion.stop_reason == (last if last in params.stop_token_ids else None)
         else:
             assert (completion.finish_reason, ends) == ("length", [])
-            assert len(completion.token_ids) == min(params.max_tokens, LONGEST - len(prompt))
+            assert len(completion.token_ids) == min(params.max_tokens or LONGEST, LONGEST - len(prompt))
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:

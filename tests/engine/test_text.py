@@ -4,13 +4,21 @@ import json
 import random
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jpaged import LLM, InvalidRequestError, SamplingParams, StructuredOutputs
+from jpaged.request import OutputDelta
 from tests.cli.tiny_chat_model import write_tiny_chat_model
 
-OPTIONS = {"dtype": "float32", "max_model_len": 160, "max_num_seqs": 8, "max_num_batched_tokens": 16, "page_size": 4}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 160,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+}
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +29,7 @@ def make_chat_llm(tmp_path_factory):
     def make(**options) -> LLM:
         key = tuple(sorted(options.items()))
         if key not in made:
-            made[key] = LLM(str(model), **(OPTIONS | {"num_pages": 400} | options))
+            made[key] = LLM(str(model), **(OPTIONS | options))
         return made[key]
 
     return make
@@ -45,7 +53,7 @@ def free(seed: int, **wishes) -> SamplingParams:
     )
 
 
-def stream_texts(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[str], object]:
+def stream_texts(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[str], OutputDelta]:
     deltas = list(llm.stream(prompt, params))
     return [delta.text for delta in deltas], deltas[-1]
 

@@ -90,6 +90,7 @@ class SimulatedRunner:
             for offset, token in enumerate(plan.token_ids[first : first + count]):
                 page, slot = divmod(start + offset, self.page_size_tokens)
                 token = self.drawn[row] if token == ON_DEVICE else token
+                assert token is not None, "nothing was drawn before"
                 self.pages[self.tables[row][page]][slot] = token
                 self.histories[row][start + offset] = token
             first += count

@@ -1,6 +1,7 @@
 """What requests want beyond tokens: masks of grammars, histories for penalties, logprobs of prompts and of tokens."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +57,11 @@ def test_grammars_are_followed_in_any_company(overlap):
     loop.run()
     for sequence in loop.sequences:
         group = sequence.group
-        if sequence.grammar is None:
+        grammar: Any = sequence.grammar
+        if grammar is None:
             assert sequence.output_token_ids == generate(group.prompt_token_ids, 24)
         else:
-            length = sequence.grammar.length
+            length = grammar.length
             assert sequence.output_token_ids == follow(group.prompt_token_ids, length, sequence.sampling.sample_index)
             assert sequence.finish == Finish("stop")
     assert sum(loop.scheduler.preemptions.values()) > 0, "the pool was to be too small"
