@@ -2,8 +2,8 @@
 
     python scripts/bench_sampler.py [--rows 64] [--vocabularies 49152 151936] [--model demo | --no-model]
 
-The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of language
-models do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the worst
+The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of a
+language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the worst
 case: the filters keep thousands of tokens, so that all rows look at the whole vocabulary. Then decode steps of the
 engine with all rows running, greedy and with everything on, in turns; medians.
 

@@ -1,4 +1,4 @@
-"""The one array that a step sends to the device: a plan, packed into int32 words and taken apart again under jit.
+"""What a step sends to the device: a plan, packed into int32 words and taken apart again under jit.
 
 Letters: T tokens and S rows of the bucket; C row copies, N page table entries and R taken rows at most.
 """
@@ -110,10 +110,7 @@ class StepBatch(NamedTuple):
         row_ids: int32 [S].
         cu_q_lens: int32 [S + 1]; sequence s computes tokens cu_q_lens[s] .. cu_q_lens[s + 1] of the flat batch.
         kv_lens: int32 [S], lengths with the new tokens; 0 for padding.
-        samples: bool [S], whether a token is drawn.
-        masked: bool [S], whether the step's masks hold one for this place.
         num_seqs, num_decode: int32 [].
-        wants_logprobs: bool [].
         changes: what changes in the rows before the step.
     """
 
@@ -121,11 +118,8 @@ class StepBatch(NamedTuple):
     row_ids: Array
     cu_q_lens: Array
     kv_lens: Array
-    samples: Array
-    masked: Array
     num_seqs: Array
     num_decode: Array
-    wants_logprobs: Array
     changes: RowChanges
 
 
@@ -220,9 +214,7 @@ class BatchLayout:
     @cached_property
     def _slices(self) -> dict[str, slice]:
         rows, tokens = self.bucket.num_rows, self.bucket.num_tokens
-        sizes = {"token_ids": tokens, "row_ids": rows, "cu_q_lens": rows + 1, "kv_lens": rows, "samples": rows}
-        sizes["masked"] = rows
-        return _slices(sizes | {"numbers": 3})
+        return _slices({"token_ids": tokens, "row_ids": rows, "cu_q_lens": rows + 1, "kv_lens": rows, "numbers": 2})
 
     @cached_property
     def changes(self) -> ChangesLayout:
@@ -252,23 +244,63 @@ class BatchLayout:
         counts = np.array(plan.counts, np.int32)
         np.cumsum(counts, out=view["cu_q_lens"][1 : num_seqs + 1])
         view["kv_lens"][:num_seqs] = np.array(plan.starts, np.int32) + counts
-        view["samples"][:num_seqs] = plan.samples
-        view["masked"][[place for place, _ in plan.masks]] = 1
-        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_logprobs
+        view["numbers"][:] = num_seqs, plan.num_decode
         self.changes.pack(words, plan if with_changes else StepPlan(plan.step))
         return words
 
     def unpack(self, words: Array) -> StepBatch:
         """Take int32 [num_words] apart; called under jit."""
         view = {name: words[where] for name, where in self._slices.items()}
-        num_seqs, num_decode, wants_logprobs = view.pop("numbers")
-        samples, masked = view.pop("samples") != 0, view.pop("masked") != 0
-        return StepBatch(
-            **view,
-            samples=samples,
-            masked=masked,
-            num_seqs=num_seqs,
-            num_decode=num_decode,
-            wants_logprobs=wants_logprobs != 0,
-            changes=self.changes.unpack(words),
-        )
+        num_seqs, num_decode = view.pop("numbers")
+        return StepBatch(**view, num_seqs=num_seqs, num_decode=num_decode, changes=self.changes.unpack(words))
+
+
+class DrawBatch(NamedTuple):
+    """Which rows draw a token. Padding entries name the scratch row, and draw none.
+
+    Attributes:
+        indices: int32 [S], the last of each sequence's tokens in the flat batch.
+        row_ids: int32 [S].
+        kv_lens: int32 [S], lengths before the token that is drawn: its position.
+        samples: bool [S], whether a token is drawn.
+        masked: bool [S], whether the step's masks hold one for this place.
+        wants_logprobs: bool [].
+    """
+
+    indices: Array
+    row_ids: Array
+    kv_lens: Array
+    samples: Array
+    masked: Array
+    wants_logprobs: Array
+
+
+@dataclass(frozen=True)
+class DrawLayout:
+    """Where each field of a DrawBatch lies in its packed array, for `num_rows` (S) places."""
+
+    num_rows: int
+    scratch_row: int
+
+    @property
+    def num_words(self) -> int:
+        return (len(DrawBatch._fields) - 1) * self.num_rows + 1
+
+    def pack(self, plan: StepPlan) -> NDArray[np.int32]:
+        """Return what of the plan is about drawing, int32 [num_words]."""
+        words = np.zeros(self.num_words, np.int32)
+        indices, row_ids, kv_lens, samples, masked = words[:-1].reshape(-1, self.num_rows)
+        num_seqs, counts = plan.num_seqs, np.array(plan.counts, np.int32)
+        indices[:num_seqs] = np.cumsum(counts) - 1
+        row_ids[:] = self.scratch_row
+        row_ids[:num_seqs] = plan.row_ids
+        kv_lens[:num_seqs] = np.array(plan.starts, np.int32) + counts
+        samples[:num_seqs] = plan.samples
+        masked[[place for place, _ in plan.masks]] = 1
+        words[-1] = plan.wants_logprobs
+        return words
+
+    def unpack(self, words: Array) -> DrawBatch:
+        """Take int32 [num_words] apart; called under jit."""
+        indices, row_ids, kv_lens, samples, masked = words[:-1].reshape(-1, self.num_rows)
+        return DrawBatch(indices, row_ids, kv_lens, samples != 0, masked != 0, words[-1] != 0)

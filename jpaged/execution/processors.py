@@ -3,7 +3,7 @@ that come too early, biases and penalties, in this order.
 
 Letters: S rows, V vocabulary entries, W = ceil(V / 32) words of allowed bits.
 
-Each changes the logits in place, and not at all while no row of the step asks for it.
+What no row of the step asks for is not computed.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jpaged.execution.batch import RowFlag, RowParameters, StepBatch
+from jpaged.execution.batch import DrawBatch, RowFlag, RowParameters
 from jpaged.execution.constraints import NO_TOKEN, Constraints
 from jpaged.execution.rows import Rows
 from jpaged.params import MAX_BAD_WORD_TOKENS
@@ -21,7 +21,7 @@ _HISTORY_TOKENS = 128  # of each row, counted at once
 _IN_PROMPT = (1 << 30) // _HISTORY_TOKENS
 
 
-def asks_for_processing(parameters: RowParameters, batch: StepBatch) -> Array:
+def asks_for_processing(parameters: RowParameters, batch: DrawBatch) -> Array:
     """Whether any row's logits change, bool []."""
     changes = parameters.has(RowFlag.ALLOWED | RowFlag.BIAS | RowFlag.BAD_WORDS)
     changes |= batch.masked | _is_early(parameters, batch) | _has_penalties(parameters)
@@ -29,7 +29,7 @@ def asks_for_processing(parameters: RowParameters, batch: StepBatch) -> Array:
 
 
 def process(
-    logits: Array, rows: Rows, constraints: Constraints, parameters: RowParameters, batch: StepBatch, masks: Array
+    logits: Array, rows: Rows, constraints: Constraints, parameters: RowParameters, batch: DrawBatch, masks: Array
 ) -> Array:
     """Return the logits that tokens are drawn by, float32 [S, V].
 
@@ -69,9 +69,8 @@ def process(
 
 
 def _where_any(rows: Array, change: Callable[[Array], Array], logits: Array) -> Array:
-    """Change the logits if any row wants it. A loop of one turn or none works in place; lax.cond copies what it
-    leaves as it is."""
-    return lax.fori_loop(0, jnp.any(rows).astype(jnp.int32), lambda _, logits: change(logits), logits)
+    """Change the logits if any row wants it."""
+    return lax.cond(jnp.any(rows), change, lambda logits: logits, logits)
 
 
 def _add(values: Array, token_ids: Array, summands: Array) -> Array:
@@ -87,7 +86,7 @@ def _add(values: Array, token_ids: Array, summands: Array) -> Array:
     return lax.scatter_add(values, token_ids[:, :, None], summands, dimensions, mode=mode)
 
 
-def _is_early(parameters: RowParameters, batch: StepBatch) -> Array:
+def _is_early(parameters: RowParameters, batch: DrawBatch) -> Array:
     return parameters.has(RowFlag.LATE) & (batch.kv_lens < parameters.min_length)
 
 
@@ -112,7 +111,7 @@ def _mark_others(token_ids: Array, rows: Array) -> Array:
     return jnp.where(rows[:, None], token_ids, NO_TOKEN)
 
 
-def _completing_tokens(bad_words: Array, tokens: Array, batch: StepBatch) -> Array:
+def _completing_tokens(bad_words: Array, tokens: Array, batch: DrawBatch) -> Array:
     """Return the last token of each word whose other tokens end the row's history, else NO_TOKEN.
 
     Args:
@@ -131,7 +130,7 @@ def _completing_tokens(bad_words: Array, tokens: Array, batch: StepBatch) -> Arr
     return jnp.where(ends_history, last_tokens, NO_TOKEN)
 
 
-def _count_tokens(tokens: Array, parameters: RowParameters, batch: StepBatch, size: int) -> Array:
+def _count_tokens(tokens: Array, parameters: RowParameters, batch: DrawBatch, size: int) -> Array:
     """Return for each row and token how often it was generated, and at least _IN_PROMPT more if it is in the prompt:
     int32 [S, V].
 
@@ -157,7 +156,7 @@ def _count_tokens(tokens: Array, parameters: RowParameters, batch: StepBatch, si
 def _penalise(logits: Array, counts: Array, parameters: RowParameters) -> Array:
     """Repetition as in CTRL (Keskar et al. 2019) and transformers; frequency and presence as OpenAI defines them."""
     repetition = parameters.repetition_penalty[:, None]
-    generated = counts % _IN_PROMPT
+    generated = counts & (_IN_PROMPT - 1)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(counts != 0, repeated, logits)
     logits -= parameters.frequency_penalty[:, None] * generated.astype(jnp.float32)

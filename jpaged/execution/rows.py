@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jpaged.execution.batch import RowChanges, RowParameters, StepBatch, pack_parameters, unpack_parameters
+from jpaged.execution.batch import (
+    DrawBatch,
+    RowChanges,
+    RowParameters,
+    StepBatch,
+    pack_parameters,
+    unpack_parameters,
+)
 from jpaged.step_plan import RowSampling
 
 
@@ -75,7 +82,7 @@ def read_tokens(rows: Rows, batch: StepBatch, token_rows: Array, positions: Arra
     return rows._replace(tokens=rows.tokens.at[token_rows, positions].set(token_ids)), token_ids
 
 
-def append_tokens(rows: Rows, batch: StepBatch, drawn: Array) -> Rows:
+def append_tokens(rows: Rows, batch: DrawBatch, drawn: Array) -> Rows:
     """Write the drawn tokens, int32 [S], behind the histories of the rows that drew one.
 
     A sequence that has just reached the longest length has no place left for its last token, and needs none: the

@@ -152,7 +152,7 @@ class Runner:
             swap_seconds, self._pages = self._mover.measure_swap_seconds_per_page(self._pages)
         return MeasuredRates(swap_seconds, compute_seconds)
 
-    def replace_weights(self, model: nnx.Module) -> None:
+    def replace_weights(self, model: Model) -> None:
         """Go on with other weights of the same shapes and placement; pages hold KV of the old ones."""
         graph, weights = nnx.split(model)
         assert graph == self._parts.graph, "the model is another one"
@@ -192,7 +192,7 @@ class Runner:
         )
         scores = None
         if plan.scored or plan.wide:
-            scores = self._scorer.start(self._hidden, plan.scored, plan.wide)
+            scores = self._scorer.start(self._weights, self._hidden, plan.scored, plan.wide)
         return PendingStep(plan, self._mover, drawn, scores)
 
     def _masks(self, plan: StepPlan, num_rows: int) -> Array | NDArray[np.uint32]:

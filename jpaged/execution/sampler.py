@@ -116,38 +116,46 @@ def _draw_from_best(logits: Array, draws: _Draws, num_groups: int) -> tuple[Arra
         lambda: _mass_above_min_p(logits, draws),
         lambda: jnp.zeros(len(logits)),
     )
-    token, threshold, holds_mass = _filter_and_pick(
-        draws.scale(found.values), found.token_ids, draws, size, bound, mass
-    )
-    return token, (threshold > bound) & (holds_mass | (draws.top_k == size))
+    scaled = draws.scale(found.values)
+    keys = _ordered_key(scaled)
+    threshold, holds_mass = _lowest_kept_key(scaled, keys, draws, size, bound, mass)
+    done = (threshold > bound) & (holds_mass | (draws.top_k == size) | (draws.top_p >= 1))
+    return _pick(scaled, keys >= threshold[:, None], found.token_ids, draws, size), done
 
 
 def _draw_from_all(logits: Array, draws: _Draws) -> Array:
     """Draw from the whole vocabulary, float32 [S, V]; return token ids, int32 [S]."""
     size = logits.shape[1]
-    token_ids = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    scaled = draws.scale(logits)
+    keys = _ordered_key(scaled)
     nothing = jnp.zeros(len(logits), jnp.uint32)
-    return _filter_and_pick(draws.scale(logits), token_ids, draws, size, nothing, nothing.astype(jnp.float32))[0]
+    threshold, _ = _lowest_kept_key(scaled, keys, draws, size, nothing, nothing.astype(jnp.float32))
+    token_ids = lax.broadcasted_iota(jnp.int32, (1, size), 1)
+    return _pick(scaled, keys >= threshold[:, None], token_ids, draws, size)
 
 
-def _filter_and_pick(
-    scaled: Array, token_ids: Array, draws: _Draws, size: int, bound: Array, mass: Array
-) -> tuple[Array, Array, Array]:
-    """Filter some tokens and draw one of them.
+def _pick(scaled: Array, kept: Array, token_ids: Array, draws: _Draws, size: int) -> Array:
+    """argmax(scaled + noise) over kept tokens, [S, C]: token ids, int32 [S]; the lowest among equals."""
+    noisy = jnp.where(kept, scaled + gumbel(draws.keys, token_ids), -jnp.inf)
+    return jnp.where(noisy == noisy.max(axis=1, keepdims=True), token_ids, size - 1).min(axis=1)
+
+
+def _lowest_kept_key(
+    scaled: Array, keys: Array, draws: _Draws, size: int, bound: Array, mass: Array
+) -> tuple[Array, Array]:
+    """Apply min_p, top_k and top_p to some tokens.
 
     Args:
-        scaled: float32 [S, C].
-        token_ids: int32 [S, C] or [1, C].
+        scaled, keys: float32 and uint32 [S, C].
         size: V.
         bound: uint32 [S], the key that no other token's exceeds; 0 if there is no other.
         mass: float32 [S], what exp(scaled) sums to over all tokens that min_p leaves: needed where those are not all
             here and nothing but top_p filters further.
 
     Returns:
-        token ids, int32 [S]; the lowest key that is kept, uint32 [S]; whether all tokens that top_p chooses from are
-        here, bool [S].
+        the lowest key that is kept, uint32 [S]; whether all tokens that top_p chooses from are here, bool [S],
+        meaningful for rows with a top_p.
     """
-    keys = _ordered_key(scaled)
     floor = _ordered_key(jnp.log(draws.min_p))
 
     def narrow(turn: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -166,10 +174,7 @@ def _filter_and_pick(
 
     has_top_k, has_top_p = jnp.any(draws.top_k < size), jnp.any(draws.top_p < 1)
     first, stop = 1 - has_top_k.astype(jnp.int32), 1 + has_top_p.astype(jnp.int32)
-    floor, holds_mass = lax.fori_loop(first, stop, narrow, (floor, floor > bound))
-    noisy = jnp.where(keys >= floor[:, None], scaled + gumbel(draws.keys, token_ids), -jnp.inf)
-    tokens = jnp.where(noisy == noisy.max(axis=1, keepdims=True), token_ids, size - 1).min(axis=1)
-    return tokens, floor, holds_mass
+    return lax.fori_loop(first, stop, narrow, (floor, floor > bound))
 
 
 def _mass_above_min_p(logits: Array, draws: _Draws) -> Array:

@@ -59,24 +59,23 @@ class Scorer:
         def score_wide(weights: Any, hidden: Array, indices: Array) -> Array:
             return jax.nn.log_softmax(logits_at(weights, hidden, indices), axis=1)
 
-        self._weights = weights
         words = jax.ShapeDtypeStruct((2, SCORED_TOKENS), jnp.int32, sharding=sharding)
         self._score = jax.jit(score, out_shardings=sharding).lower(weights, hidden, words).compile()
         indices = jax.ShapeDtypeStruct((WIDE_TOKENS,), jnp.int32, sharding=sharding)
         self._score_wide = jax.jit(score_wide, out_shardings=sharding).lower(weights, hidden, indices).compile()
 
-    def start(self, hidden: Array, scored: list[ScoredToken], wide: list[ScoredToken]) -> PendingScores:
+    def start(self, weights: Any, hidden: Array, scored: list[ScoredToken], wide: list[ScoredToken]) -> PendingScores:
         """Dispatch what a plan wants of its step's hidden states, before the next step replaces them."""
         scored_parts = []
         for part in _parts(scored, SCORED_TOKENS):
             words = np.zeros((2, SCORED_TOKENS), np.int32)
             words[:, : len(part)] = np.array([(token.index, token.token_id) for token in part], np.int32).T
-            scored_parts.append(self._score(self._weights, hidden, words))
+            scored_parts.append(self._score(weights, hidden, words))
         wide_parts = []
         for part in _parts(wide, WIDE_TOKENS):
             indices = np.zeros(WIDE_TOKENS, np.int32)
             indices[: len(part)] = [token.index for token in part]
-            wide_parts.append(self._score_wide(self._weights, hidden, indices))
+            wide_parts.append(self._score_wide(weights, hidden, indices))
         return PendingScores(scored_parts, len(scored), wide_parts, len(wide))
 
 
