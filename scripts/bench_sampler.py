@@ -3,9 +3,9 @@
     python scripts/bench_sampler.py [--rows 64] [--vocabularies 49152 151936] [--model demo | --no-model]
 
 The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of a
-language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the worst
-case: the filters keep thousands of tokens, so that all rows look at the whole vocabulary. Then decode steps of the
-engine with all rows running, greedy and with everything on, in turns; medians.
+language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the
+worst case: the filters keep thousands of tokens, so that all rows look at the whole vocabulary. Then decode steps of
+the engine with all rows running, greedy and with everything on, in turns; medians.
 
 Prints tables and one JSON line last.
 """
@@ -129,7 +129,7 @@ def _prepare(
     return lambda: draw(*arguments)
 
 
-def measure_steps(model: str, num_rows: int, num_steps: int = 60, rounds: int = 4) -> dict[str, int]:
+def measure_steps(model: str, num_rows: int, num_steps: int = 24, rounds: int = 4) -> dict[str, int]:
     """Median microseconds of a decode step with all rows running."""
     llm = LLM(model, max_model_len=512, max_num_seqs=num_rows, max_num_batched_tokens=512)
     common: dict[str, Any] = {"max_tokens": num_steps, "ignore_eos": True, "detokenize": False}
