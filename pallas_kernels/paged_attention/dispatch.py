@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
+from pallas_kernels.paged_attention.tpu import TpuPagedAttention
+from pallas_kernels.paged_attention.tpu import refuse as refuse_tpu_kernels
 from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
 
@@ -26,7 +28,7 @@ class Candidate:
     """An implementation, and what speaks against it: `refuse` returns a reason, or None if it fits."""
 
     name: str
-    make: Callable[[], PagedAttention]
+    make: Callable[[Target], PagedAttention]
     refuse: Callable[[Target], str | None]
 
 
@@ -41,8 +43,18 @@ def refuse_xla(target: Target) -> str | None:
     return None
 
 
+def refuse_tpu(target: Target) -> str | None:
+    """The TPU kernels are for a TPU whose memories this jax knows."""
+    if target.platform != "tpu":
+        return f"it runs on tpu, not on {target.platform}"
+    return refuse_tpu_kernels(target.spec, target.num_q_heads, target.q_dtype, target.device_kind)
+
+
 # The best first.
-CANDIDATES: tuple[Candidate, ...] = (Candidate("xla", XlaPagedAttention, refuse_xla),)
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("tpu kernels", lambda target: TpuPagedAttention(target.device_kind), refuse_tpu),
+    Candidate("xla", lambda target: XlaPagedAttention(), refuse_xla),
+)
 
 
 class NoImplementationError(ValueError):
@@ -68,7 +80,7 @@ def choose(
         refusal = candidate.refuse(target)
         if refusal is None:
             instead = "; ".join(refusals) or "no kernel is ahead of it for this platform"
-            return candidate.make(), f"{platform}: {candidate.name} ({instead})"
+            return candidate.make(target), f"{platform}: {candidate.name} ({instead})"
         refusals.append(f"{candidate.name}: {refusal}")
     raise NoImplementationError(
         f"no paged attention for {platform} {device_kind} with {num_q_heads} query heads of {target.q_dtype}, "
