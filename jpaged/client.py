@@ -16,7 +16,8 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.request import CompletionOutput, Message, Params, Prompt
+from jpaged.params import Params
+from jpaged.request import CompletionOutput, Message, Prompt
 from jpaged.serving.messages import read_completion, write_method, write_prompt
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1 import inference_pb2_grpc

@@ -12,7 +12,8 @@ from jpaged.cli.conversation import converse
 from jpaged.cli.options import MODEL_HELP, with_engine_options, with_sampling_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError, JpagedError
-from jpaged.request import Message, SamplingParams
+from jpaged.params import SamplingParams
+from jpaged.request import Message
 
 
 @with_engine_options

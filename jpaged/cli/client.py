@@ -14,7 +14,8 @@ from jpaged.cli.conversation import converse
 from jpaged.cli.options import with_method_options, with_sampling_options
 from jpaged.client import Client, Usage
 from jpaged.errors import JpagedError
-from jpaged.request import BeamSearchParams, Message, Params, Prompt, SamplingParams
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Message, Prompt
 
 client = typer.Typer(help="Ask a running server.", no_args_is_help=True)
 Address = Annotated[str, typer.Option(help="HOST:PORT of the server.")]

@@ -18,7 +18,8 @@ from jpaged.cli.console import (
 from jpaged.cli.options import MODEL_HELP, with_engine_options, with_method_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
-from jpaged.request import BeamSearchParams, Params, Prompt, RequestOutput, SamplingParams
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Prompt, RequestOutput
 
 
 @with_engine_options

@@ -10,7 +10,7 @@ import typer
 
 from jpaged.config import DTYPES, POLICIES, PREEMPTIONS, EngineConfig
 from jpaged.errors import InvalidRequestError
-from jpaged.request import BeamSearchParams, Params, SamplingParams
+from jpaged.params import BeamSearchParams, Params, SamplingParams
 
 MODEL_HELP = "A model directory, an Orbax checkpoint, a .gguf file, a hub id, or `demo`."
 

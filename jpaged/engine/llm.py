@@ -6,31 +6,35 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.publishing import OutputShaper
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats
-from jpaged.request import (
-    BeamSearchParams,
-    Message,
-    OutputDelta,
-    Params,
-    PreparedRequest,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-)
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput
 
 
-def render_chat(tokenizer: Tokenizer | None, messages: SequenceOf[Message]) -> Prompt:
+def render_chat(
+    tokenizer: Tokenizer | None,
+    messages: SequenceOf[Message],
+    tools: SequenceOf[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Prompt:
     """Put a conversation through the model's chat template, ready for the model's answer.
+
+    Args:
+        tools: functions that the model may call, as OpenAI's interface describes them.
+        chat_template_kwargs: further variables of the template; `add_generation_prompt` and
+            `continue_final_message` among them.
 
     Raises:
         InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
     """
     if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
-    return {"prompt_token_ids": tokenizer.apply_chat_template(list(messages))}
+    variables = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+    return {"prompt_token_ids": tokenizer.apply_chat_template(list(messages), tools=tools, **variables)}
 
 
 class LLM:
@@ -106,25 +110,40 @@ class LLM:
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        tools: SequenceOf[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         on_delta: Callable[[OutputDelta], None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or many: lists of {"role": ..., "content": ...}, put through the model's
-        chat template."""
+        chat template with `tools` and `chat_template_kwargs` as in the function `render_chat`."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.render_chat(c) for c in conversations], params, on_delta=on_delta)  # type: ignore[arg-type]
+        prompts = [self.render_chat(c, tools, chat_template_kwargs) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, on_delta=on_delta)
 
-    def render_chat(self, messages: SequenceOf[Message]) -> Prompt:
+    def render_chat(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Prompt:
         """As the function `render_chat`, with this model's tokenizer."""
-        return render_chat(self.tokenizer, messages)
+        return render_chat(self.tokenizer, messages, tools, chat_template_kwargs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
-        """Generate for one prompt and yield what each step adds. Closing the iterator aborts the request."""
+        """Generate for one prompt and yield what each step adds, or what `params.output_kind` says.
+
+        Closing the iterator aborts the request.
+        """
         self._check_idle()
-        request_id = self._new_request_id()
-        self.engine.add_request(request_id, self.engine.prepare(prompt, params or SamplingParams()))
+        request_id, params = self._new_request_id(), params or SamplingParams()
+        self.engine.add_request(request_id, self.engine.prepare(prompt, params))
+        shaper = OutputShaper(params.output_kind)
         try:
             while self.engine.has_work:
-                yield from self.engine.step()
+                for delta in self.engine.step():
+                    shaped = shaper.push(delta)
+                    if shaped is not None:
+                        yield shaped
         finally:
             self.engine.abort_request(request_id)
 

@@ -168,6 +168,12 @@ class Tokenizer:
             self._token_bytes[token_id] = known
         return known
 
+    def token_text(self, token_id: int) -> str:
+        """One token's own text; bytes that are no whole character become U+FFFD."""
+        if self.byte_codec is None:
+            return self.id_to_token(token_id) or ""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens spelled in `text` become themselves; `add_special_tokens` adds BOS or EOS where the model's
         tokenizer does. Raises InvalidRequestError for what is not Unicode text."""

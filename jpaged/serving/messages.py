@@ -5,16 +5,8 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from jpaged.errors import InvalidRequestError
-from jpaged.request import (
-    BeamSearchParams,
-    CompletionOutput,
-    Message,
-    OutputDelta,
-    Params,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-)
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import CompletionOutput, Message, OutputDelta, Prompt, RequestOutput
 from jpaged.v1 import inference_pb2 as pb
 
 # Fields of the wire's SamplingParams that the engine honours, under the same names.

@@ -14,7 +14,8 @@ from typing import IO, Any, TypeGuard
 from jpaged.engine.engine import Engine
 from jpaged.engine.llm import render_chat
 from jpaged.errors import InvalidRequestError, JpagedError
-from jpaged.request import Prompt, RequestOutput, SamplingParams
+from jpaged.params import SamplingParams
+from jpaged.request import Prompt, RequestOutput
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"

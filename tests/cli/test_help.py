@@ -9,7 +9,7 @@ import typer
 
 from jpaged.cli.app import app
 from jpaged.config import EngineConfig
-from jpaged.request import SamplingParams
+from jpaged.params import SamplingParams
 
 ROOT: Any = typer.main.get_command(app)
 

@@ -3,7 +3,8 @@
 import pytest
 
 from jpaged.errors import InvalidRequestError
-from jpaged.request import CompletionOutput, OutputDelta, RequestOutput, RequestTimes, SamplingParams
+from jpaged.params import SamplingParams
+from jpaged.request import CompletionOutput, OutputDelta, RequestOutput, RequestTimes
 from jpaged.serving.messages import (
     HONOURED,
     read_completion,

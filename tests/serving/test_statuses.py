@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from jpaged.client import AsyncClient, Client
-from jpaged.request import SamplingParams
+from jpaged.params import SamplingParams
 from jpaged.serving.messages import HONOURED, NEUTRAL
 from jpaged.v1 import inference_pb2 as pb
 from tests.serving.server_process import MAX_MESSAGE_BYTES, MODEL_NAME

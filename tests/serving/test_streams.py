@@ -11,7 +11,8 @@ import pytest
 from jpaged import LLM
 from jpaged.client import AsyncClient, Delta
 from jpaged.engine.tokenizer import load_tokenizer
-from jpaged.request import SamplingParams, TokensPrompt
+from jpaged.params import SamplingParams
+from jpaged.request import TokensPrompt
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1.inference_pb2_grpc import InferenceStub
 from tests.serving.server_process import SLOW_CONNECTION, SMALL_OPTIONS, wait_until_idle
