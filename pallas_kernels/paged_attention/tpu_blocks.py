@@ -140,7 +140,7 @@ def smem_need(num_seqs: int, pages_per_seq: int) -> int:
     return 4 * num_seqs * (pages_per_seq + 6)
 
 
-def refuse_layout(layout: Layout, group: int, q_dtype: Any) -> str | None:
+def refuse_layout(layout: Layout, q_dtype: Any) -> str | None:
     """Why the kernels do not take these pages and queries, or None."""
     for what, dtype in (("queries", q_dtype), ("pages", layout.dtype)):
         if str(jnp.dtype(dtype)) not in ("bfloat16", "float32"):
