@@ -109,7 +109,7 @@ class Runner:
             self._enter_constraints = self._compile_constraints()
             self._scorer = Scorer(self._parts, self._weights, self._hidden)
             self._no_masks = {
-                num_rows: jax.device_put(self._empty_masks(num_rows), replicated(mesh))
+                num_rows: self._place(self._empty_masks(num_rows))
                 for num_rows in {bucket.num_rows for bucket in self.buckets}
             }
         self.compilations = counter.compilations - compilations_before
@@ -217,6 +217,14 @@ class Runner:
             self._rows = self._apply_changes(self._rows, words)
 
     def _compile_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
+        make, shardings = self._describe_state()
+        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
+
+    def _place(self, array: NDArray[Any]) -> Array:
+        """Put the same array on every device."""
+        return jax.device_put(array, replicated(self._parts.mesh))
+
+    def _describe_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
         """Return what makes empty pages, rows, hidden states and constraints, and their shardings: pages split over KV
         heads, the rest everywhere."""
         config, spec, mesh = self._config, self._config.page_spec, self._parts.mesh
@@ -234,8 +242,7 @@ class Runner:
             is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
         )
         rest = jax.tree.map(lambda _: replicated(mesh), jax.eval_shape(make)[1:])
-        shardings = page_shardings, *rest
-        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
+        return make, (page_shardings, *rest)
 
     def _compile_changes(self) -> Any:
         layout = self._changes_layout

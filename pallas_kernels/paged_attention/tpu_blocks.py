@@ -55,6 +55,7 @@ class Device:
     kind: str
     vmem_bytes: int
     smem_bytes: int
+    hbm_bytes: int
 
 
 # Tuned sizes go here, keyed by (device kind, page size, page dtype, KV heads of a device, query heads, head_dim): they
@@ -74,7 +75,7 @@ def device_of(kind: str) -> Device:
             info = pltpu.get_tpu_info()
     except Exception as error:  # jax raises what it likes here
         raise ValueError(f"jax does not know the TPU {kind!r}: {error}") from error
-    return Device(kind, info.vmem_capacity_bytes, info.smem_capacity_bytes)
+    return Device(kind, info.vmem_capacity_bytes, info.smem_capacity_bytes, info.hbm_capacity_bytes)
 
 
 def choose_blocks(device: Device, shape: Shape) -> Blocks:

@@ -173,7 +173,7 @@ def test_a_race_would_be_reported() -> None:
     table = np.array(inputs.batch.page_table)
     table[1, 0] = table[0, 1]
     inputs = replace(inputs, batch=replace(inputs.batch, page_table=jnp.asarray(table)))
-    with pytest.raises(Exception, match="[Rr]ace"):
+    with pytest.raises(Exception, match=r"[Rr]ace"):
         jax.block_until_ready(run(inputs))
 
 
