@@ -57,8 +57,7 @@ class AheadRunner(Runner):
                 weight_bytes=_device_bytes(self._weights),
                 page_bytes=page_bytes,
                 temporary_bytes=memory.temp_size_in_bytes,
-                pages_are_aliased=memory.alias_size_in_bytes >= page_bytes
-                and memory.temp_size_in_bytes < max(page_bytes, 1 << 30),
+                pages_are_aliased=memory.alias_size_in_bytes >= page_bytes,
             )
 
     def _compile_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:

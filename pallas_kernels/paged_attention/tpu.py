@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.tpu_blocks import (
     Shape,
     choose_blocks,
     device_of,
+    fit_blocks,
     refuse_step,
     vmem_limit,
 )
@@ -67,10 +68,7 @@ class _Call:
         return self.work.page_table.shape[0] // self.work.kv_lens.shape[0]
 
     def launch(self, block_tokens: int, product_tokens: int, q_tokens: int = 0, product_q_tokens: int = 0) -> Launch:
-        """A DMA block no longer than a sequence can be, and whole products."""
-        product = min(product_tokens, self._up(self.pages_per_seq * self.layout.page_size_tokens))
-        longest = -(-self.pages_per_seq * self.layout.page_size_tokens // product) * product
-        block = max(min(block_tokens, longest) // product, 1) * product
+        block_slabs, compute_slabs = fit_blocks(self.layout, self.pages_per_seq, block_tokens, product_tokens)
         return Launch(
             layout=self.layout,
             pages_per_seq=self.pages_per_seq,
@@ -78,14 +76,11 @@ class _Call:
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
-            block_slabs=block // self.layout.slab_tokens,
-            compute_slabs=product // self.layout.slab_tokens,
+            block_slabs=block_slabs,
+            compute_slabs=compute_slabs,
             q_tiles=q_tokens // TILE_TOKENS,
             compute_tiles=product_q_tokens // TILE_TOKENS,
         )
-
-    def _up(self, tokens: int) -> int:
-        return -(-tokens // LANES) * LANES
 
     def compiler_params(self) -> Any:
         return pltpu.CompilerParams(vmem_limit_bytes=self.vmem_limit_bytes)

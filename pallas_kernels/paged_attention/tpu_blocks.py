@@ -105,6 +105,14 @@ def choose_blocks(device: Device, shape: Shape) -> Blocks:
     )
 
 
+def fit_blocks(layout: Layout, pages_per_seq: int, block_tokens: int, product_tokens: int) -> tuple[int, int]:
+    """Slabs of a DMA block and of a product: no longer than a sequence can be, and whole products in a block."""
+    longest = pages_per_seq * layout.page_size_tokens
+    product = min(product_tokens, -(-longest // LANES) * LANES)
+    block = max(min(block_tokens, -(-longest // product) * product) // product, 1) * product
+    return block // layout.slab_tokens, product // layout.slab_tokens
+
+
 def decode_vmem_bytes(shape: Shape, blocks: Blocks, num_seqs: int) -> int:
     """VMEM of the decode launch: operands, two KV blocks, the softmax, and the logits in flight."""
     layout = shape.layout
