@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jpaged.config import EngineConfig

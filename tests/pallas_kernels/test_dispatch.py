@@ -1,6 +1,7 @@
 """Which implementation of paged attention is chosen, and what is said about it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ def test_xla_serves_where_there_is_no_kernel_and_says_why(platform: str) -> None
     assert reason.startswith(f"{platform}: xla")
 
 
-def on_tpu(spec: PageSpec = SPEC, **options):
+def on_tpu(spec: PageSpec = SPEC, **options: Any):
     return choose("tpu", spec, **{"num_q_heads": 4, "q_dtype": "bfloat16", "device_kind": "TPU v5 lite", **options})
 
 
@@ -51,7 +52,7 @@ def test_what_the_tpu_kernels_do_not_take_goes_to_xla(fields: dict, device_kind:
 
 
 def test_a_page_table_too_large_for_smem_is_refused_with_what_to_change() -> None:
-    sizes = {"num_seqs": 256, "pages_per_seq": 2048}
+    sizes: Any = {"num_seqs": 256, "pages_per_seq": 2048}
     with pytest.raises(
         StepTooLargeError, match=r"256 sequences x 2048 pages takes 2.01 MiB .* raise page_size \(16 now"
     ):
@@ -61,7 +62,7 @@ def test_a_page_table_too_large_for_smem_is_refused_with_what_to_change() -> Non
 
 def test_decode_rows_too_many_for_vmem_are_refused_with_what_to_change() -> None:
     spec = replace(SPEC, num_kv_heads=32, head_dim=128)
-    sizes = {"num_q_heads": 32, "num_seqs": 4096, "pages_per_seq": 1}
+    sizes: Any = {"num_q_heads": 32, "num_seqs": 4096, "pages_per_seq": 1}
     with pytest.raises(StepTooLargeError, match=r"4096 decode rows alone take 640.0 MiB\); lower max_num_seqs"):
         on_tpu(spec, **sizes)
     on_tpu(spec, **sizes | {"num_seqs": 256})
