@@ -72,7 +72,6 @@ class _Call:
         return Launch(
             layout=self.layout,
             pages_per_seq=self.pages_per_seq,
-            q_dtype=self.shape.q_dtype,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels.paged_attention.tpu_layout import LANES, SUBLANES, TILE_TOKENS, Layout
 
 MIB = 1 << 20
+DECODE_ROWS = "decode rows"
 PAGE_SIZES = (16, 32, 64, 128, 256)
 DEFAULT_DEVICE_KIND = "TPU v6 lite"  # what the heuristic assumes where it is told nothing, as in the interpreter
 
@@ -80,29 +81,34 @@ def device_of(kind: str) -> Device:
 
 def choose_blocks(device: Device, shape: Shape) -> Blocks:
     """The table's sizes, or these: decode fetches as much at once as an eighth of VMEM holds (two buffers, and room
-    for the rest), at most 4096 tokens; a run reads its KV once for about 1024 rows of queries per KV head."""
+    for the rest), at most 4096 tokens; a run reads its KV once for about 1024 rows of queries per KV head, or for
+    fewer where that would not fit."""
     layout = shape.layout
-    dtype = str(jnp.dtype(layout.dtype))
-    heads = layout.num_kv_heads
+    heads, dtype = layout.num_kv_heads, str(jnp.dtype(layout.dtype))
     key = device.kind, layout.page_size_tokens, dtype, heads, heads * shape.group, layout.head_dim
     if key in TUNED:
         return TUNED[key]
-    token_bytes = layout.slab_bytes // layout.slab_tokens
     product = 512 if layout.pack > 1 else 256
-    decode = min(device.vmem_bytes // 8 // token_bytes // product * product, 4096)
-    while decode == 0:  # many wide heads: smaller products too
+    block_bytes = device.vmem_bytes // 8
+    while product > LANES and product * layout.token_bytes > block_bytes:
         product //= 2
-        decode = device.vmem_bytes // 8 // token_bytes // product * product
-    run_rows = 1024 if layout.num_kv_heads * layout.q_lanes <= 1024 else 512
-    run_q = max(run_rows // shape.group // 64, 1) * 64
-    return Blocks(
-        decode_kv=decode,
-        decode_product_kv=product,
-        run_kv=min(decode, 1024),
-        run_product_kv=product,
-        run_q=run_q,
-        run_product_q=max(min(256 // shape.group // TILE_TOKENS * TILE_TOKENS, run_q), TILE_TOKENS),
-    )
+    decode = max(min(block_bytes // layout.token_bytes, 4096) // product, 1) * product
+    product_q = TILE_TOKENS
+    while 2 * product_q * shape.group <= 256:
+        product_q *= 2
+    run_q = max(1024 // shape.group // product_q, 1) * product_q
+    run_kv = min(decode, max(1024 // product, 1) * product)
+    while runs_vmem_bytes(shape, run_kv, product, run_q, product_q) > vmem_limit(device):
+        if run_q > product_q:
+            run_q = max(run_q // 2 // product_q, 1) * product_q
+        elif run_kv > product:
+            run_kv = max(run_kv // 2 // product, 1) * product
+        elif product_q > TILE_TOKENS:
+            product_q //= 2
+            run_q = product_q
+        else:
+            break  # refuse_step says so
+    return Blocks(decode, product, run_kv, product, run_q, product_q)
 
 
 def fit_blocks(layout: Layout, pages_per_seq: int, block_tokens: int, product_tokens: int) -> tuple[int, int]:
@@ -119,7 +125,7 @@ def decode_vmem_bytes(shape: Shape, blocks: Blocks, num_seqs: int) -> int:
     rows = layout.num_kv_heads * shape.decode_rows
     state = rows * (3 * LANES + layout.q_lanes) * 4  # the sinks too
     logits = 4 * rows * blocks.decode_product_kv * 4
-    kv = 2 * blocks.decode_kv * layout.slab_bytes // layout.slab_tokens
+    kv = 2 * blocks.decode_kv * layout.token_bytes
     return shape.decode_operand_bytes(num_seqs) + kv + state + logits
 
 
@@ -138,7 +144,7 @@ def vmem_needs(shape: Shape, blocks: Blocks, num_seqs: int) -> dict[str, int]:
     """Bytes of VMEM, launch by launch."""
     b = blocks
     return {
-        "decode": decode_vmem_bytes(shape, b, num_seqs),
+        DECODE_ROWS: decode_vmem_bytes(shape, b, num_seqs),
         "short runs": runs_vmem_bytes(shape, b.decode_kv, b.decode_product_kv, TILE_TOKENS, TILE_TOKENS),
         "long runs": runs_vmem_bytes(shape, b.run_kv, b.run_product_kv, b.run_q, b.run_product_q),
     }
@@ -176,11 +182,12 @@ def refuse_step(device: Device, shape: Shape, blocks: Blocks, num_seqs: int, pag
     limit = vmem_limit(device)
     for launch, need in vmem_needs(shape, blocks, num_seqs).items():
         if need > limit:
-            operands = shape.decode_operand_bytes(num_seqs) / MIB
+            operands = f" ({num_seqs} decode rows alone take {shape.decode_operand_bytes(num_seqs) / MIB:.1f} MiB)"
+            remedy = "lower max_num_seqs, or raise tensor_parallel_size"
             return (
-                f"the {launch} launch takes {need / MIB:.1f} MiB of VMEM, {device.kind} has {limit / MIB:.1f} MiB for "
-                f"it ({num_seqs} decode rows alone take {operands:.1f} MiB); lower max_num_seqs, or raise "
-                "tensor_parallel_size"
+                f"the launch for {launch} takes {need / MIB:.1f} MiB of VMEM, {device.kind} has {limit / MIB:.1f} MiB "
+                f"for it{operands if launch == DECODE_ROWS else ''}; "
+                f"{remedy if launch == DECODE_ROWS else 'raise tensor_parallel_size'}"
             )
     return None
 

@@ -91,6 +91,11 @@ class Layout:
     def slab_bytes(self) -> int:
         return self.rows * SUBLANES * LANES * 4
 
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token, all heads, padding included."""
+        return self.slab_bytes // self.slab_tokens
+
     def rows_of(self, head: Any) -> tuple[Any, Any]:
         """The first row of a head's K and of its V."""
         first = head * self.rows_per_head

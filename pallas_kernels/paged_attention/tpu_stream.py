@@ -46,7 +46,6 @@ class Launch:
 
     layout: Layout
     pages_per_seq: int
-    q_dtype: Any
     scale: float
     window: int | None
     soft_cap: float | None
@@ -54,6 +53,10 @@ class Launch:
     compute_slabs: int  # slabs of one matrix product; divides block_slabs
     q_tiles: int = 0  # tiles of 16 query tokens in one pass over the KV; none in decode
     compute_tiles: int = 0  # tiles of one matrix product; divides q_tiles
+
+    def __post_init__(self) -> None:
+        assert self.block_slabs % self.compute_slabs == 0
+        assert self.q_tiles == 0 or self.q_tiles % self.compute_tiles == 0
 
     @property
     def compute_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention.api import PageSpec
@@ -14,6 +15,8 @@ from pallas_kernels.paged_attention.dispatch import (
     choose,
 )
 from pallas_kernels.paged_attention.tpu import TpuPagedAttention
+from pallas_kernels.paged_attention.tpu_blocks import Shape, choose_blocks, device_of, refuse_step
+from pallas_kernels.paged_attention.tpu_layout import TILE_TOKENS, Layout
 from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
 SPEC = PageSpec(num_layers=1, num_pages=4, page_size_tokens=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
@@ -67,6 +70,22 @@ def test_decode_rows_too_many_for_vmem_are_refused_with_what_to_change() -> None
         on_tpu(spec, **sizes)
     on_tpu(spec, **sizes | {"num_seqs": 256})
     on_tpu(spec, **sizes | {"num_seqs": 512}, num_devices=4)
+
+
+@pytest.mark.parametrize("device_kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+def test_chosen_block_sizes_fit_and_divide_one_another(group: int, dtype: str, device_kind: str) -> None:
+    device = device_of(device_kind)
+    for num_kv_heads in (1, 2, 8, 32):
+        for head_dim in (64, 128, 256):
+            shape = Shape(Layout(num_kv_heads, head_dim, 128, jnp.dtype(dtype)), group, jnp.dtype(dtype))
+            blocks = choose_blocks(device, shape)
+            assert blocks.decode_kv % blocks.decode_product_kv == 0
+            assert blocks.run_kv % blocks.run_product_kv == 0
+            assert blocks.run_q % blocks.run_product_q == blocks.run_product_q % TILE_TOKENS == 0
+            if num_kv_heads * group * head_dim <= 8192:  # more heads than any model has on one device
+                assert refuse_step(device, shape, blocks, 64, 256) is None
 
 
 def test_a_refusing_candidate_is_passed_over_with_its_reason() -> None:
