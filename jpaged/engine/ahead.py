@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import topologies
 
 from jpaged.config import EngineConfig
 from jpaged.engine.model_source import resolve_model
@@ -47,14 +48,12 @@ def find_topology(name: str) -> list[jax.Device]:
 
     Raises ConfigError if libtpu is not installed or does not know the topology.
     """
-    for variable, value in _NO_TPU_HERE.items():
-        os.environ.setdefault(variable, value)
-    from jax.experimental import topologies
-
     try:
         import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError("compiling for a TPU needs its compiler, which libtpu brings; install jpaged[tpu]") from error
+    for variable, value in _NO_TPU_HERE.items():
+        os.environ.setdefault(variable, value)
     try:
         return list(topologies.get_topology_desc(topology_name=name, platform="tpu").devices)
     except Exception as error:  # whatever libtpu says
