@@ -4,5 +4,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_environment.sh"
 ensure_environment dev
-exec "$VENV/bin/python" -m pytest tests/pallas_kernels/test_tpu_paged_attention.py \
-    tests/pallas_kernels/test_tpu_compile.py "$@"
+exec "$VENV/bin/python" -m pytest -m 'matrix or not matrix' tests/pallas_kernels/test_tpu_paged_attention.py \
+    tests/pallas_kernels/test_tpu_compile.py tests/engine/test_tpu_attention.py "$@"

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_tokens_are_those_of_the_xla_implementation(tmp_path, monkeypatch) -> None:
     model = str(write_random_checkpoint(TINY_LLAMA, tmp_path / "model"))
     prompts = [

@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 CASE = {case.name: case for case in CASES}
 
 # What the kernels distinguish, in few and small sequences. The interpreter takes seconds to compile each: all but the
-# first four, and every case of cases.py, are marked slow.
+# first four, and every case of cases.py, are left to scripts/check_tpu_cases.sh.
 SMALL = {
     "decode": Case("decode", ((20, 1), (0, 1), (15, 1), (130, 1)), **EXACT),
     "mixed": Case(
@@ -129,18 +129,21 @@ def test_small_case_matches_the_reference(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(SMALL)[4:])
 def test_further_small_case_matches_the_reference(name: str) -> None:
     check(SMALL[name])
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [case for case in CASES if not case.benchmark], ids=lambda case: case.name)
 def test_case_matches_the_reference(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -150,6 +153,7 @@ def test_sizes_match_the_reference(dtype: str, head_dim: int, page_size: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_the_chosen_block_sizes_match_the_reference() -> None:
     attention = TpuPagedAttention("TPU v5 lite", interpret=INTERPRET)
     inputs = build(SMALL["mixed"])
@@ -163,6 +167,7 @@ def test_the_chosen_block_sizes_match_the_reference() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_pages_of_another_dtype_than_the_queries() -> None:
     inputs = build(SMALL["mixed"])
     inputs = replace(inputs, q=inputs.q.astype(jnp.float32), k=inputs.k.astype(jnp.float32))
@@ -202,6 +207,7 @@ def test_scan_over_layers_equals_layer_by_layer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_shard_map_over_kv_heads() -> None:
     case = replace(SMALL["everything"], num_q_heads=4, num_kv_heads=2)
     inputs = build(case)
