@@ -8,6 +8,7 @@ from jpaged.cli.batch import batch
 from jpaged.cli.bench import bench
 from jpaged.cli.chat import chat
 from jpaged.cli.client import client
+from jpaged.cli.compile import compile_model
 from jpaged.cli.console import notes
 from jpaged.cli.convert import convert
 from jpaged.cli.generate import generate
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 for command in (serve, generate, chat, batch, convert):
     app.command()(command)
+app.command("compile")(compile_model)
 app.add_typer(client, name="client")
 app.add_typer(bench, name="bench")
 

@@ -2,21 +2,24 @@
 
 import logging
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import ConfigError, ModelError
+from jpaged.execution.buckets import make_buckets
 from jpaged.execution.compilation import enable_compilation_cache
 from jpaged.execution.kv_cache import (
     ACCELERATOR_FRACTION,
     CPU_FRACTION,
     GIB,
+    DeviceMemory,
     MemoryNeeds,
     device_memory,
     host_memory,
@@ -29,7 +32,7 @@ from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
 from jpaged.weights.placement import weight_bytes
-from pallas_kernels.paged_attention.api import PageSpec
+from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
 
 logger = logging.getLogger(__name__)
@@ -66,34 +69,15 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     enable_compilation_cache()
     model_dir = resolve_model(config.model, report and (lambda what: report(what, 0, 0)))
     spec = load_spec(model_dir)
-    max_model_len = _choose_max_model_len(config, spec)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
-    device = mesh.devices.flat[0]
-    dtype = choose_dtype(config.dtype, device.platform)
-    page_spec = PageSpec(
-        num_layers=spec.num_layers,
-        num_pages=1,
-        page_size_tokens=config.page_size
-        or (TPU_PAGE_SIZE_TOKENS if device.platform == "tpu" else DEFAULT_PAGE_SIZE_TOKENS),
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=jnp.dtype(dtype),
-    )
-    page_spec = _size_pages(config, spec, page_spec, max_model_len, dtype, device)
+    sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]))
+    max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
     num_host_pages = _size_host_tier(config, page_spec)
-    attention, reason = choose(
-        device.platform,
-        page_spec,
-        num_q_heads=spec.num_heads,
-        q_dtype=page_spec.dtype,
-        device_kind=device.device_kind,
-    )
-    logger.info("attention: %s", reason)
     tokenizer = _load_tokenizer(model_dir)
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
     runner = Runner(
         model,
-        attention,
+        sizes.attention,
         mesh,
         RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
     )
@@ -136,6 +120,49 @@ def reload_weights(parts: EngineParts, model: str | None = None) -> None:
     parts.runner.replace_weights(load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh))
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What follows from a configuration, a model and a mesh, before any weight is loaded."""
+
+    max_model_len: int
+    dtype: str
+    page_spec: PageSpec
+    attention: PagedAttention
+
+
+def choose_sizes(config: EngineConfig, spec: ModelSpec, mesh: Mesh, memory: DeviceMemory) -> Sizes:
+    """Choose the attention and size the pool for devices of this much memory; raises ConfigError if nothing fits."""
+    max_model_len = _choose_max_model_len(config, spec)
+    device = mesh.devices.flat[0]
+    dtype = choose_dtype(config.dtype, device.platform)
+    page_spec = PageSpec(
+        num_layers=spec.num_layers,
+        num_pages=1,
+        page_size_tokens=config.page_size
+        or (TPU_PAGE_SIZE_TOKENS if device.platform == "tpu" else DEFAULT_PAGE_SIZE_TOKENS),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=jnp.dtype(dtype),
+    )
+    try:
+        attention, reason = choose(
+            device.platform,
+            page_spec,
+            num_q_heads=spec.num_heads,
+            q_dtype=page_spec.dtype,
+            device_kind=device.device_kind,
+            num_devices=config.tensor_parallel_size,
+            num_seqs=make_buckets(config.max_num_batched_tokens, config.max_num_seqs)[-1].num_rows,
+            pages_per_seq=-(-max_model_len // page_spec.page_size_tokens),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    logger.info("attention: %s", reason)
+    fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
+    page_spec = _size_pages(config, spec, page_spec, attention, max_model_len, memory, fraction)
+    return Sizes(max_model_len, dtype, page_spec, attention)
+
+
 def choose_dtype(wanted: str, platform: str) -> str:
     """Resolve "auto": bfloat16 where the device multiplies it in hardware, else float32."""
     if wanted != "auto":
@@ -157,32 +184,36 @@ def _choose_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _size_pages(
-    config: EngineConfig, spec: ModelSpec, page_spec: PageSpec, max_model_len: int, dtype: str, device: jax.Device
+    config: EngineConfig,
+    spec: ModelSpec,
+    page_spec: PageSpec,
+    attention: PagedAttention,
+    max_model_len: int,
+    memory: DeviceMemory,
+    fraction: float,
 ) -> PageSpec:
     """Return the page spec with its number of pages."""
     share = config.tensor_parallel_size
     needs = MemoryNeeds(
-        weight_bytes=weight_bytes(spec, jnp.dtype(dtype)) // share,
+        weight_bytes=weight_bytes(spec, page_spec.dtype) // share,
         step_bytes=_step_bytes(config, spec, max_model_len),
-        page_bytes=page_spec.page_bytes // share,
+        page_bytes=_page_bytes(attention, page_spec) // share,
     )
-    fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
     num_pages = size_pool(
         needs,
-        memory=device_memory(device),
+        memory=memory,
         fraction=fraction,
         pages_per_seq=-(-max_model_len // page_spec.page_size_tokens),
         max_num_seqs=config.max_num_seqs,
         num_pages=config.num_pages,
     )
-    return PageSpec(
-        num_layers=page_spec.num_layers,
-        num_pages=num_pages,
-        page_size_tokens=page_spec.page_size_tokens,
-        num_kv_heads=page_spec.num_kv_heads,
-        head_dim=page_spec.head_dim,
-        dtype=page_spec.dtype,
-    )
+    return replace(page_spec, num_pages=num_pages)
+
+
+def _page_bytes(attention: PagedAttention, page_spec: PageSpec) -> int:
+    """Bytes of one page as the implementation lays it out, padding included."""
+    with_scratch = jax.eval_shape(lambda: attention.make_pages(replace(page_spec, num_pages=1)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(with_scratch)) // 2
 
 
 def _size_host_tier(config: EngineConfig, page_spec: PageSpec) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import Array, lax
 
 from jpaged.execution.batch import DrawBatch, DrawLayout, RowFlag, RowParameters, pack_parameters, unpack_parameters
@@ -19,7 +18,7 @@ from jpaged.execution.logprobs import LOGPROB_WORDS, describe_tokens
 from jpaged.execution.processors import asks_for_processing, process
 from jpaged.execution.rows import Rows, append_tokens
 from jpaged.execution.sampler import sample
-from jpaged.execution.step import StepParts, replicated
+from jpaged.execution.step import StepParts, head_logits
 from jpaged.step_plan import RowSampling
 
 DRAWN_WORDS = 1 + LOGPROB_WORDS
@@ -43,9 +42,7 @@ def make_draw(parts: StepParts, layout: DrawLayout) -> DrawFunction:
             jnp.any(batch.samples),
             lambda: draw_tokens(
                 # Every device draws for itself: what follows looks at parts of the vocabulary, each row at others.
-                lax.with_sharding_constraint(
-                    nnx.merge(parts.graph, weights).logits(hidden[batch.indices]), replicated(parts.mesh)
-                ),
+                head_logits(parts, weights, hidden[batch.indices]),
                 rows,
                 constraints,
                 batch,

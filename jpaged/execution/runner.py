@@ -113,10 +113,7 @@ class Runner:
             self._enter_histories = self._compile_histories()
             self._enter_constraints = self._compile_constraints()
             self._scorer = Scorer(self._parts, self._weights, self._hidden)
-            self._no_masks = {
-                num_rows: jax.device_put(self._empty_masks(num_rows), replicated(mesh))
-                for num_rows in self._draw_layouts
-            }
+            self._no_masks = {num_rows: self._place(self._empty_masks(num_rows)) for num_rows in self._draw_layouts}
         self.compilations = counter.compilations - compilations_before
 
     @property
@@ -236,6 +233,14 @@ class Runner:
             self._rows = self._apply_changes(self._rows, words)
 
     def _compile_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
+        make, shardings = self._describe_state()
+        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
+
+    def _place(self, array: NDArray[Any]) -> Array:
+        """Put the same array on every device."""
+        return jax.device_put(array, replicated(self._parts.mesh))
+
+    def _describe_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
         """Return what makes empty pages, rows, hidden states and constraints, and their shardings: pages split over KV
         heads, the rest everywhere."""
         config, spec, mesh = self._config, self._config.page_spec, self._parts.mesh
@@ -253,8 +258,7 @@ class Runner:
             is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
         )
         rest = jax.tree.map(lambda _: replicated(mesh), jax.eval_shape(make)[1:])
-        shardings = page_shardings, *rest
-        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
+        return make, (page_shardings, *rest)
 
     def _compile_changes(self) -> Any:
         layout = self._changes_layout

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import Array, lax
+from jax import Array
 from numpy.typing import NDArray
 
 from jpaged.execution.logprobs import describe_tokens, unpack_logprobs
-from jpaged.execution.step import StepParts, replicated
+from jpaged.execution.step import StepParts, head_logits, replicated
 from jpaged.step_plan import Logprobs, ScoredToken
 
 # Tokens per call. A call computes their logits, so that a prompt's chunk should fill it and one token not wait long.
@@ -49,8 +48,7 @@ class Scorer:
         sharding = replicated(parts.mesh)
 
         def logits_at(weights: Any, hidden: Array, indices: Array) -> Array:
-            logits = nnx.merge(parts.graph, weights).logits(hidden[indices])
-            return lax.with_sharding_constraint(logits, sharding)
+            return head_logits(parts, weights, hidden[indices])
 
         def score(weights: Any, hidden: Array, words: Array) -> Array:
             indices, token_ids = words

@@ -36,6 +36,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def head_logits(parts: StepParts, weights: Any, hidden: Array) -> Array:
+    """Logits of some hidden states, float32 [N, E] -> [N, V], whole on every device.
+
+    Each device computes those of its part of the vocabulary; without the first constraint XLA would rather gather the
+    head's weight.
+    """
+    logits = nnx.merge(parts.graph, weights).logits(hidden)
+    if logits.shape[1] % parts.mesh.shape[TENSOR_AXIS] == 0:
+        parted = NamedSharding(parts.mesh, PartitionSpec(None, TENSOR_AXIS))
+        logits = lax.with_sharding_constraint(logits, parted)
+    return lax.with_sharding_constraint(logits, replicated(parts.mesh))
+
+
 def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
     """Return step(weights, pages, rows, hidden, words) -> (pages, rows, hidden) for one bucket.
 

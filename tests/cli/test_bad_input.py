@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -157,3 +158,8 @@ def test_the_client_says_that_no_server_is_there(run):
         result = run("client", *arguments, "--address", "127.0.0.1:1")
         assert result.exit_code in (1, 2) and "Traceback" not in result.stderr
         assert "UNAVAILABLE" in result.stderr or "NOT_SERVING" in result.stdout
+
+
+def test_compiling_for_a_tpu_without_its_compiler(run, chat_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    assert_refused(run("compile", chat_model, "--topology", "v6e:2x2"), "libtpu brings; install jpaged[tpu]")
