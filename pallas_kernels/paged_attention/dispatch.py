@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
@@ -41,8 +42,18 @@ def refuse_xla(target: Target) -> str | None:
     return None
 
 
+def refuse_cpu(target: Target) -> str | None:
+    """The native kernel is built where it is used, by that machine's compiler."""
+    if target.platform != "cpu":
+        return "is for the CPU"
+    return cpu.refuse(target.spec, target.num_q_heads, target.q_dtype)
+
+
 # The best first.
-CANDIDATES: tuple[Candidate, ...] = (Candidate("xla", XlaPagedAttention, refuse_xla),)
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("native", cpu.CpuPagedAttention, refuse_cpu),
+    Candidate("xla", XlaPagedAttention, refuse_xla),
+)
 
 
 class NoImplementationError(ValueError):
