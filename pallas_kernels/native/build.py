@@ -86,7 +86,7 @@ def build(source: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, or it failed.
     """
-    compiler = _find_compiler()
+    compiler = find_compiler()
     options = [
         "-std=c++20",
         "-O3",
@@ -126,7 +126,7 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
         raise BuildError(f"{source.name} cannot be built: {error}") from error
 
 
-def _find_compiler() -> list[str]:
+def find_compiler() -> list[str]:
     """The compiler's command: $CXX, or the first of the usual names."""
     if wanted := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(wanted[0]) is None:
