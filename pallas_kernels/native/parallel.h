@@ -28,6 +28,11 @@ inline void happens_after([[maybe_unused]] void* what) {
 #endif
 }
 
+// XLA runs a call after those whose results it reads.
+inline char order_of_calls;
+inline void order_of_calls_begin() { happens_after(&order_of_calls); }
+inline void order_of_calls_end() { happens_before(&order_of_calls); }
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

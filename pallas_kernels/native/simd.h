@@ -141,6 +141,10 @@ struct Float32 {
   };
   static Vector read(const uint32_t* words) { return {load<Floats>(words)}; }
   static Floats multiply_add(Floats sum, const Vector& x, const Operand* operand) { return sum + x.v * operand[0]; }
+  // With operands of their own for every lane.
+  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
+    return sum + x.v * load<Floats>(operands);
+  }
 };
 
 // bfloat16 in pairs, multiplied in float32.
@@ -158,6 +162,10 @@ struct Bfloat16 {
     sum = sum + x.even * operand[0];
     return sum + x.odd * operand[1];
   }
+  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
+    sum = sum + x.even * load<Floats>(operands);
+    return sum + x.odd * load<Floats>(operands + kLanes);
+  }
 };
 
 #if defined(JPAGED_BF16_DOT)
@@ -172,6 +180,9 @@ struct Bfloat16Dot {
   static Floats multiply_add(Floats sum, const Vector& x, const Operand* operand) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, x.v, (__m512bh)_mm512_set1_epi32((int)*operand));
   }
+  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, x.v, load<__m512bh>(operands));
+  }
 };
 #endif
 
@@ -182,6 +193,42 @@ inline void store_operands(typename Format::Operand* target, Floats v) {
     store_narrowed(reinterpret_cast<uint16_t*>(target), v);
   } else {
     store(target, v);
+  }
+}
+
+// Calls body.template operator()<kRows>(first) for all of `count` rows, as many at a time as there are registers for.
+template <class Body>
+inline void by_rows(int64_t count, const Body& body) {
+  int64_t row = 0;
+  for (; row + kMaxRows <= count; row += kMaxRows) body.template operator()<kMaxRows>(row);
+  switch (count - row) {
+    case 3:
+      if constexpr (kMaxRows > 3) body.template operator()<3>(row);
+      break;
+    case 2:
+      if constexpr (kMaxRows > 2) body.template operator()<2>(row);
+      break;
+    case 1:
+      body.template operator()<1>(row);
+      break;
+  }
+}
+
+// 16 vectors as a matrix, transposed by four perfect shuffles of its rows' halves.
+inline void transpose(Floats (&lines)[kLanes]) {
+  for (int round = 0; round < 4; ++round) {
+    Floats shuffled[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const Floats a = lines[i], b = lines[i + kLanes / 2];
+#if defined(__clang__)
+      shuffled[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      shuffled[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#else
+      shuffled[2 * i] = __builtin_shuffle(a, b, Ints{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+      shuffled[2 * i + 1] = __builtin_shuffle(a, b, Ints{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+    }
+    for (int i = 0; i < kLanes; ++i) lines[i] = shuffled[i];
   }
 }
 

@@ -75,7 +75,7 @@ class CpuPagedAttention(LayerMajorMoves):
         result = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, pages))
         call = jax.ffi.ffi_call(self._target, result, input_output_aliases={3: 1})
         layer = jnp.asarray(layer, jnp.int32)
-        return call(
+        out, pages = call(
             q,
             k,
             v,
@@ -90,6 +90,7 @@ class CpuPagedAttention(LayerMajorMoves):
             soft_cap=np.float32(soft_cap or 0.0),
             window=np.int64(window or 0),
         )
+        return out, pages
 
     def pack_pages(self, k: np.ndarray, v: np.ndarray) -> jax.Array:
         layers, num_pages, page_size, num_heads, head_dim = k.shape

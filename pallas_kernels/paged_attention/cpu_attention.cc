@@ -15,11 +15,7 @@
 
 #include "parallel.h"
 #include "simd.h"
-
-#if defined(JPAGED_TILES)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace jpaged {
 namespace {
@@ -266,18 +262,6 @@ void Attention<Format>::weigh_values(const Rows<Format>& rows, int64_t row, cons
   }
 }
 
-// Calls body.template operator()<kRows>(first) for all of `count` rows, as many at a time as there are registers for.
-template <class Body>
-inline void by_rows(int64_t count, const Body& body) {
-  int64_t row = 0;
-  for (; row + kMaxRows <= count; row += kMaxRows) body.template operator()<kMaxRows>(row);
-  switch (count - row) {
-    case 3: if constexpr (kMaxRows > 3) body.template operator()<3>(row); break;
-    case 2: if constexpr (kMaxRows > 2) body.template operator()<2>(row); break;
-    case 1: body.template operator()<1>(row); break;
-  }
-}
-
 template <class Format>
 void Attention<Format>::score(const Rows<Format>& rows, const uint32_t* const* blocks, int64_t num_blocks) const {
   by_rows(rows.count, [&]<int kRows>(int64_t row) {
@@ -304,23 +288,6 @@ void Attention<Format>::weigh(const Rows<Format>& rows, const uint32_t* const* v
 #if defined(JPAGED_TILES)
 // bfloat16 products by AMX: 16 rows against 16 words and lanes at a time. head_dim must be a multiple of 16.
 struct Bfloat16Tiles : Bfloat16Dot {};
-
-// Tiles 0 to 3 hold sums, 4 operands of 16 words and 6 their vectors, 5 and 7 those of 8 words.
-class TileShapes {
- public:
-  explicit TileShapes(int64_t rows) {
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 32, 64, 64};
-      uint8_t rows[16] = {};
-    } shapes;
-    for (int tile : {0, 1, 2, 3, 4, 5}) shapes.rows[tile] = static_cast<uint8_t>(rows);
-    shapes.rows[6] = 16;
-    shapes.rows[7] = 8;
-    _tile_loadconfig(&shapes);
-  }
-  ~TileShapes() { _tile_release(); }
-};
 
 template <>
 void Attention<Bfloat16Tiles>::score(const Rows<Bfloat16Tiles>& rows, const uint32_t* const* blocks,
@@ -566,8 +533,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
       .soft_cap = soft_cap,
       .window = window,
   };
-  static char order_of_calls;  // XLA runs a call after those whose results it reads
-  happens_after(&order_of_calls);
+  order_of_calls_begin();
   if (pages->element_type() == ffi::DataType::F32) {
     run<Float32>(call, pool);
 #if defined(JPAGED_TILES)
@@ -581,7 +547,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   } else {
     run<Bfloat16>(call, pool);
   }
-  happens_before(&order_of_calls);
+  order_of_calls_end();
   return ffi::Error::Success();
 }
 
