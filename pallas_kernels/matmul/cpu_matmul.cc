@@ -45,7 +45,7 @@ struct Bfloat16Weights {
   }
 };
 #else
-// Without instructions for it, bfloat16 is widened; the rows then lose nothing.
+// Without instructions for it, both sides are widened again.
 struct Bfloat16Weights {
   using Number = uint16_t;
   using Panel = Bfloat16;
@@ -114,7 +114,8 @@ void Product<Weights>::pack(int64_t index) const {
       const float number = k < inputs ? x[k] : 0.0f;
       if constexpr (std::is_same_v<typename Panel::Operand, float>) {
         const int64_t word = k / kPack;
-        target[(word / kLanes * kPack + k % kPack) * kLanes + word % kLanes] = bits<uint32_t>(number);
+        const float kept = kPack == 1 ? number : widen(narrow(number));
+        target[(word / kLanes * kPack + k % kPack) * kLanes + word % kLanes] = bits<uint32_t>(kept);
       } else {
         reinterpret_cast<uint16_t*>(target)[k] = narrow(number);
       }
@@ -122,16 +123,26 @@ void Product<Weights>::pack(int64_t index) const {
     return;
   }
   uint32_t* target = packed_ + index * panel_words(call_);
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    const int64_t row = index * kLanes + lane;
-    const float* x = call_.x + row * inputs;
-    for (int64_t step = 0; step < inputs / kPack; ++step) {
-      uint32_t word = 0;
-      if (row < call_.rows) {
-        if constexpr (kPack == 1) word = bits<uint32_t>(x[step]);
-        else word = narrow(x[2 * step]) | uint32_t{narrow(x[2 * step + 1])} << 16;
-      }
-      target[step * kLanes + lane] = word;
+  const int64_t first_row = index * kLanes, rows = std::min<int64_t>(kLanes, call_.rows - first_row);
+  const int64_t words = inputs / kPack;
+  int64_t step = 0;
+  for (; step + kLanes <= words; step += kLanes) {
+    Floats lines[kLanes] = {};
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* x = call_.x + (first_row + row) * inputs + step * kPack;
+      if constexpr (kPack == 1) lines[row] = load<Floats>(x);
+      else lines[row] = bits<Floats>(narrow_pairs(x));
+    }
+    transpose(lines);
+    for (int i = 0; i < kLanes; ++i) store(target + (step + i) * kLanes, lines[i]);
+  }
+  for (; step < words; ++step) {
+    for (int64_t row = 0; row < kLanes; ++row) {
+      const float* x = call_.x + (first_row + std::min(row, rows - 1)) * inputs + step * kPack;
+      uint32_t word;
+      if constexpr (kPack == 1) word = bits<uint32_t>(x[0]);
+      else word = narrow(x[0]) | uint32_t{narrow(x[1])} << 16;
+      target[step * kLanes + row] = word;
     }
   }
 }
@@ -184,22 +195,30 @@ void Product<Weights>::panel_sums(int64_t n, int64_t panel, float* tiles) const 
 
 template <class Weights>
 void Product<Weights>::multiply_by_panels(int64_t first, int64_t last) const {
-  alignas(64) float tiles[kMaxColumns][kLanes][kLanes];
+  alignas(64) float tiles[4][kLanes][kLanes];
+  static_assert(kMaxColumns <= 4);
   const int64_t panels = num_panels(call_);
 #if defined(JPAGED_TILES)
   if constexpr (std::is_same_v<Weights, Bfloat16Weights>) {
     if (tiles_fit(call_)) {
       const TileShapes shapes(kLanes);
       const int64_t words = call_.inputs / 2;
-      for (; first + kLanes <= last; first += kLanes) {
-        const uint32_t *weights = weight_row(first), *next = weight_row(std::min(first + kLanes, call_.outputs - 1));
-        for (int64_t panel = 0; panel < panels; panel += 4) {
-          const int64_t columns = std::min<int64_t>(4, panels - panel);
-          tile_product(weights, words, packed_ + panel * panel_words(call_), panel_words(call_), words, columns,
-                       panel == 0 ? next : nullptr, &tiles[0][0][0]);
-          for (int64_t j = 0; j < columns; ++j) store_transposed(&tiles[j][0][0], panel + j, first, kLanes);
+      // Two by two tiles: each is read once for two products. The panels of a pair stay in the first cache.
+      const int64_t tiles_end = first + (last - first) / kLanes * kLanes;
+      for (int64_t panel = 0; panel < panels; panel += 2) {
+        for (int64_t n = first; n < tiles_end; n += 2 * kLanes) {
+          const int64_t blocks = n + kLanes < tiles_end ? 2 : 1, columns = std::min<int64_t>(2, panels - panel);
+          const uint32_t* next = panel == 0 && n + 4 * kLanes <= call_.outputs ? weight_row(n + 2 * kLanes) : nullptr;
+          tile_product(weight_row(n), words, packed_ + panel * panel_words(call_), panel_words(call_), words, blocks,
+                       columns, next, &tiles[0][0][0]);
+          for (int64_t block = 0; block < blocks; ++block) {
+            for (int64_t j = 0; j < columns; ++j) {
+              store_transposed(&tiles[2 * block + j][0][0], panel + j, n + block * kLanes, kLanes);
+            }
+          }
         }
       }
+      first = tiles_end;
     }
   }
 #endif

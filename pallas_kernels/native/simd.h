@@ -30,6 +30,7 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
 
 // How many rows and columns of sums fit the registers beside what is multiplied.
 #if defined(__AVX512F__)
@@ -122,12 +123,23 @@ inline uint16_t narrow(float x) {
 }
 
 // 16 floats as bfloat16, lane by lane.
-inline void store_narrowed(uint16_t* target, Floats v) {
+inline Halves narrow(Floats v) {
 #if defined(JPAGED_BF16_DOT)
-  store(target, bits<__m256i>(_mm512_cvtneps_pbh((__m512)v)));
+  return bits<Halves>(_mm512_cvtneps_pbh((__m512)v));
 #else
-  for (int i = 0; i < kLanes; ++i) target[i] = narrow(v[i]);
+  const Words u = bits<Words>(v);
+  const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16, nan = (u >> 16) | 0x40;
+  const Words is_number = bits<Words>(v == v);
+  return __builtin_convertvector((rounded & is_number) | (nan & ~is_number), Halves);
 #endif
+}
+
+// 32 floats as bfloat16 pairs.
+inline Words narrow_pairs(const float* source) {
+  struct {
+    Halves low, high;
+  } pair{narrow(load<Floats>(source)), narrow(load<Floats>(source + kLanes))};
+  return bits<Words>(pair);
 }
 
 // A format says how numbers lie in packed vectors. A packed vector has 16 words; each word holds kPack numbers that are
@@ -190,7 +202,7 @@ struct Bfloat16Dot {
 template <class Format>
 inline void store_operands(typename Format::Operand* target, Floats v) {
   if constexpr (sizeof(typename Format::Operand) * Format::kOperands / Format::kPack == 2) {
-    store_narrowed(reinterpret_cast<uint16_t*>(target), v);
+    store(target, narrow(v));
   } else {
     store(target, v);
   }

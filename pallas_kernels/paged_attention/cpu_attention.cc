@@ -45,11 +45,22 @@ struct Tokens {
     }
   }
 
+  void read(int64_t first, int64_t count, uint16_t* target) const {
+    if (is_bf16) {
+      memcpy(target, static_cast<const uint16_t*>(data) + first, count * sizeof(uint16_t));
+    } else {
+      const float* source = static_cast<const float*>(data) + first;
+      for (int64_t i = 0; i < count; ++i) target[i] = narrow(source[i]);
+    }
+  }
+
   // Writes factor * source.
   void write(int64_t first, int64_t count, const float* source, float factor) const {
     if (is_bf16) {
       uint16_t* target = static_cast<uint16_t*>(data) + first;
-      for (int64_t i = 0; i < count; ++i) target[i] = narrow(source[i] * factor);
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) store(target + i, narrow(load<Floats>(source + i) * factor));
+      for (; i < count; ++i) target[i] = narrow(source[i] * factor);
     } else {
       float* target = static_cast<float*>(data) + first;
       for (int64_t i = 0; i < count; ++i) target[i] = source[i] * factor;
@@ -140,21 +151,17 @@ class Attention {
 template <class Format>
 void Attention<Format>::write_token(int64_t row, int64_t sequence, int64_t position, int64_t head) const {
   using Number = std::conditional_t<kPack == 2, uint16_t, float>;
-  static thread_local Scratch<float> scratch;
+  static thread_local Scratch<uint32_t> scratch;
   const int64_t head_dim = call_.head_dim, token = position % kBlock;
-  float* numbers = scratch.at_least(head_dim);
-  const auto convert = [](float x) {
-    if constexpr (kPack == 2) return narrow(x);
-    else return x;
-  };
-  uint32_t* block = block_at(sequence, position / kBlock, head);
-  Number* keys = reinterpret_cast<Number*>(block);
-  Number* values = reinterpret_cast<Number*>(block + half_words());
+  uint32_t* words = scratch.at_least(head_dim);
+  Number* numbers = reinterpret_cast<Number*>(words);
+  uint32_t* keys = block_at(sequence, position / kBlock, head);
+  Number* values = reinterpret_cast<Number*>(keys + half_words());
   call_.k.read((row * call_.num_kv_heads + head) * head_dim, head_dim, numbers);
-  for (int64_t d = 0; d < head_dim; ++d) keys[(d / kPack * kBlock + token) * kPack + d % kPack] = convert(numbers[d]);
+  for (int64_t word = 0; word < head_dim / kPack; ++word) keys[word * kBlock + token] = words[word];
   call_.v.read((row * call_.num_kv_heads + head) * head_dim, head_dim, numbers);
   values += token / kPack * head_dim * kPack + token % kPack;
-  for (int64_t d = 0; d < head_dim; ++d) values[d * kPack] = convert(numbers[d]);
+  for (int64_t d = 0; d < head_dim; ++d) values[d * kPack] = numbers[d];
 }
 
 // Reads a tile's queries, and sets the softmax to what has seen nothing but the sinks.
@@ -425,7 +432,7 @@ void Attention<Format>::attend(const Tile& tile, int64_t head) const {
   const Rows<Format> rows = start_rows(tile, head, buffers);
 #if defined(JPAGED_TILES)
   std::optional<TileShapes> shapes;
-  if constexpr (std::is_same_v<Format, Bfloat16Tiles>) shapes.emplace(std::min<int64_t>(rows.count, kLanes));
+  if constexpr (std::is_same_v<Format, Bfloat16Tiles>) shapes.emplace(std::min<int64_t>(rows.count, kLanes), kBlock / 2);
 #endif
   const int64_t end = tile.first_position + tile.length;
   const int64_t first_seen = call_.window ? std::max<int64_t>(0, tile.first_position - call_.window + 1) : 0;
