@@ -23,12 +23,16 @@ from jpaged.execution.kv_cache import (
     size_pool,
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
+from jpaged.layers.linear import use_matmul
+from jpaged.models.registry import Model
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
 from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
 from jpaged.weights.placement import weight_bytes
+from pallas_kernels.matmul.cpu import CpuMatmul
+from pallas_kernels.native.build import BuildError
 from pallas_kernels.paged_attention.api import PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
 
@@ -91,6 +95,8 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     logger.info("attention: %s", reason)
     tokenizer = _load_tokenizer(model_dir)
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    if device.platform == "cpu" and mesh.size == 1:
+        _use_native_matmul(model)
     runner = Runner(
         model,
         attention,
@@ -115,6 +121,13 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token),
     )
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
+
+
+def _use_native_matmul(model: Model) -> None:
+    try:
+        use_matmul(model, CpuMatmul.make())
+    except BuildError as error:
+        logger.info("matmul: xla (native: %s)", error)
 
 
 def choose_dtype(wanted: str, platform: str) -> str:

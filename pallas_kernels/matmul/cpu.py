@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.native.build import InstructionSet, build, choose_instruction_set
 
+MAX_ROWS, TILES_MAX_ROWS = 16, 256
 SOURCE = Path(__file__).with_name("cpu_matmul.cc")
 
 
@@ -24,6 +25,7 @@ class CpuMatmul:
     """
 
     target: str
+    max_rows: int  # with more of them XLA is as fast or faster
 
     @staticmethod
     def make(instruction_set: InstructionSet | None = None) -> "CpuMatmul":
@@ -32,7 +34,7 @@ class CpuMatmul:
         library = build(SOURCE, instruction_set)
         target = f"jpaged_project_{instruction_set.name}"
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.jpaged_project), platform="cpu")
-        return CpuMatmul(target)
+        return CpuMatmul(target, TILES_MAX_ROWS if "amx_tile" in instruction_set.features else MAX_ROWS)
 
     def takes(self, weights: jax.Array) -> bool:
         """Whether weights of this shape and dtype can be used: bfloat16 lies in pairs."""

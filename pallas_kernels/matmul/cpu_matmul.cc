@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "memory.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
@@ -317,6 +318,7 @@ ffi::Error project(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       .outputs = outputs,
       .inputs = inputs,
   };
+  prefer_huge_pages(weights.untyped_data(), weights.size_bytes());
   order_of_calls_begin();
   if (is_bf16) {
     run<Bfloat16Weights>(call, pool);

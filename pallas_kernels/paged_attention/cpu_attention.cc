@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "memory.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
@@ -540,6 +541,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
       .soft_cap = soft_cap,
       .window = window,
   };
+  prefer_huge_pages(pages->untyped_data(), pages->size_bytes());
   order_of_calls_begin();
   if (pages->element_type() == ffi::DataType::F32) {
     run<Float32>(call, pool);
