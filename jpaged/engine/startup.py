@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from jpaged.config import EngineConfig
+from jpaged.engine.dtype_probe import probe_dtype
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import ConfigError
-from jpaged.execution.compilation import enable_compilation_cache
+from jpaged.execution.compilation import counter, enable_compilation_cache
 from jpaged.execution.kv_cache import (
     ACCELERATOR_FRACTION,
     CPU_FRACTION,
@@ -24,7 +25,6 @@ from jpaged.execution.kv_cache import (
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
 from jpaged.layers.linear import use_matmul
-from jpaged.models.registry import Model
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
 from jpaged.scheduling.preemption import CostModel
@@ -73,7 +73,8 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     max_model_len = _choose_max_model_len(config, spec)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
     device = mesh.devices.flat[0]
-    dtype = choose_dtype(config.dtype, device.platform)
+    matmul = _native_matmul() if device.platform == "cpu" and mesh.size == 1 else None
+    dtype = choose_dtype(config.dtype, device.platform, matmul)
     page_spec = PageSpec(
         num_layers=spec.num_layers,
         num_pages=1,
@@ -95,8 +96,8 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     logger.info("attention: %s", reason)
     tokenizer = _load_tokenizer(model_dir)
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
-    if device.platform == "cpu" and mesh.size == 1:
-        _use_native_matmul(model)
+    if matmul is not None:
+        use_matmul(model, matmul)
     runner = Runner(
         model,
         attention,
@@ -123,21 +124,22 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
 
 
-def _use_native_matmul(model: Model) -> None:
+def _native_matmul() -> CpuMatmul | None:
     try:
-        use_matmul(model, CpuMatmul.make())
+        return CpuMatmul.make()
     except BuildError as error:
         logger.info("matmul: xla (native: %s)", error)
+        return None
 
 
-def choose_dtype(wanted: str, platform: str) -> str:
-    """Resolve "auto": bfloat16 where the device multiplies it in hardware, else float32."""
+def choose_dtype(wanted: str, platform: str, matmul: CpuMatmul | None) -> str:
+    """Resolve "auto": bfloat16 on accelerators, on a CPU what it computes faster in."""
     if wanted != "auto":
         return wanted
     if platform != "cpu":
         return "bfloat16"
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    with counter.starting():
+        return probe_dtype(matmul)
 
 
 def _choose_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

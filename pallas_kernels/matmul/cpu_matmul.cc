@@ -13,8 +13,9 @@
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
+#include "xla/ffi/api/ffi.h"
 
-namespace jpaged {
+namespace jpaged::matmul {
 namespace {
 
 namespace ffi = xla::ffi;
@@ -287,8 +288,8 @@ void Product<Weights>::multiply_by_lanes(int64_t first, int64_t last) const {
   }
 }
 
-template <class Weights>
-void run(const Call& call, ffi::ThreadPool& pool) {
+template <class Weights, class Pool>
+void run_as(const Call& call, Pool& pool) {
   static thread_local Scratch<uint32_t> scratch;
   const Product<Weights> product(call, scratch.at_least(Product<Weights>::packed_words(call)));
   const int64_t packs = Product<Weights>::num_packs(call);
@@ -302,6 +303,11 @@ void run(const Call& call, ffi::ThreadPool& pool) {
   parallel_for(pool, (call.outputs + width - 1) / width, [&](int64_t unit) {
     product.multiply(unit * width, std::min(call.outputs, (unit + 1) * width));
   });
+}
+
+template <class Pool>
+void run(const Call& call, bool is_bf16, Pool& pool) {
+  is_bf16 ? run_as<Bfloat16Weights>(call, pool) : run_as<FloatWeights>(call, pool);
 }
 
 // x float32 [T, K]; weights [layers, N, K]; y float32 [T, N].
@@ -319,21 +325,15 @@ ffi::Error project(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       .inputs = inputs,
   };
   prefer_huge_pages(weights.untyped_data(), weights.size_bytes());
-  order_of_calls_begin();
-  if (is_bf16) {
-    run<Bfloat16Weights>(call, pool);
-  } else {
-    run<FloatWeights>(call, pool);
-  }
-  order_of_calls_end();
+  run(call, is_bf16, pool);
   return ffi::Error::Success();
 }
 
 }  // namespace
-}  // namespace jpaged
+}  // namespace jpaged::matmul
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_project, jpaged::project,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_project, jpaged::matmul::project,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()

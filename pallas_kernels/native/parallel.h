@@ -1,4 +1,4 @@
-// Runs independent units of work on XLA's own thread pool; the calling thread takes part.
+// Runs independent units of work on a thread pool, which is XLA's own; the calling thread takes part.
 
 #pragma once
 
@@ -8,30 +8,7 @@
 #include <memory>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
-#if defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
-#endif
-
 namespace jpaged {
-
-// XLA is not instrumented: tell the thread sanitizer what its queues and its order of calls guarantee.
-inline void happens_before([[maybe_unused]] void* what) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_release(what);
-#endif
-}
-inline void happens_after([[maybe_unused]] void* what) {
-#if defined(__SANITIZE_THREAD__)
-  __tsan_acquire(what);
-#endif
-}
-
-// XLA runs a call after those whose results it reads.
-inline char order_of_calls;
-inline void order_of_calls_begin() { happens_after(&order_of_calls); }
-inline void order_of_calls_end() { happens_before(&order_of_calls); }
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -41,8 +18,8 @@ inline void relax() {
 
 // Calls body(unit) once for every unit in [0, units), in any order; returns when all have returned. body must not throw.
 // The caller never waits for a unit that nobody has begun, so a busy pool cannot block it.
-template <class Body>
-void parallel_for(xla::ffi::ThreadPool& pool, int64_t units, const Body& body) {
+template <class Pool, class Body>
+void parallel_for(Pool& pool, int64_t units, const Body& body) {
   struct Progress {
     std::atomic<int64_t> next{0}, done{0};
   };
@@ -54,13 +31,11 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t units, const Body& body) {
   auto progress = std::make_shared<Progress>();
   // A helper that comes late finds no unit left and never touches body, which may be gone by then.
   auto help = [progress, units, &body] {
-    happens_after(progress.get());
     for (int64_t unit; (unit = progress->next.fetch_add(1, std::memory_order_relaxed)) < units;) {
       body(unit);
       progress->done.fetch_add(1, std::memory_order_release);
     }
   };
-  happens_before(progress.get());
   for (int64_t i = 1; i < threads; ++i) {
     auto helper = help;
     pool.Schedule(std::move(helper));

@@ -44,6 +44,21 @@ def register(instruction_set: InstructionSet) -> str:
     return target
 
 
+def pack_pages(k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """K and V in plain order, [num_layers, num_pages + 1, page_size, H, D], as the kernel has them."""
+    layers, num_pages, page_size, num_heads, head_dim = k.shape
+    pack = 4 // k.dtype.itemsize
+    blocks = (layers, num_pages, page_size // BLOCK_TOKENS)
+    keys = np.asarray(k).reshape(*blocks, BLOCK_TOKENS, num_heads, head_dim // pack, pack)
+    values = np.asarray(v).reshape(*blocks, BLOCK_TOKENS // pack, pack, num_heads, head_dim)
+    shape = (layers, num_pages, num_heads, blocks[2], BLOCK_TOKENS * head_dim)
+    halves = (
+        keys.transpose(0, 1, 4, 2, 5, 3, 6).reshape(shape),  # [.., H, block, D / pack, token, pack]
+        values.transpose(0, 1, 5, 2, 3, 6, 4).reshape(shape),  # [.., H, block, token / pack, D, pack]
+    )
+    return np.stack(halves, axis=4).reshape(layers, num_pages, num_heads, -1)
+
+
 class CpuPagedAttention(LayerMajorMoves):
     """PagedAttention for the CPU. The pages are one array [num_layers, num_pages + 1, H, page_size * 2 * D]."""
 
@@ -93,17 +108,7 @@ class CpuPagedAttention(LayerMajorMoves):
         return out, pages
 
     def pack_pages(self, k: np.ndarray, v: np.ndarray) -> jax.Array:
-        layers, num_pages, page_size, num_heads, head_dim = k.shape
-        pack = 4 // k.dtype.itemsize
-        blocks = (layers, num_pages, page_size // BLOCK_TOKENS)
-        keys = np.asarray(k).reshape(*blocks, BLOCK_TOKENS, num_heads, head_dim // pack, pack)
-        values = np.asarray(v).reshape(*blocks, BLOCK_TOKENS // pack, pack, num_heads, head_dim)
-        shape = (layers, num_pages, num_heads, blocks[2], BLOCK_TOKENS * head_dim)
-        halves = (
-            keys.transpose(0, 1, 4, 2, 5, 3, 6).reshape(shape),  # [.., H, block, D / pack, token, pack]
-            values.transpose(0, 1, 5, 2, 3, 6, 4).reshape(shape),  # [.., H, block, token / pack, D, pack]
-        )
-        return jnp.asarray(np.stack(halves, axis=4).reshape(layers, num_pages, num_heads, -1))
+        return jnp.asarray(pack_pages(k, v))
 
     def unpack_pages(self, pages: jax.Array, spec: PageSpec) -> tuple[np.ndarray, np.ndarray]:
         pack, head_dim = 4 // spec.dtype.itemsize, spec.head_dim

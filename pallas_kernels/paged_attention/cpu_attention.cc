@@ -17,8 +17,9 @@
 #include "parallel.h"
 #include "simd.h"
 #include "tiles.h"
+#include "xla/ffi/api/ffi.h"
 
-namespace jpaged {
+namespace jpaged::attention {
 namespace {
 
 namespace ffi = xla::ffi;
@@ -34,8 +35,9 @@ struct Tokens {
   void* data;
   bool is_bf16;
 
-  explicit Tokens(const ffi::AnyBuffer& buffer)
-      : data(buffer.untyped_data()), is_bf16(buffer.element_type() == ffi::DataType::BF16) {}
+  static Tokens of(const ffi::AnyBuffer& buffer) {
+    return {buffer.untyped_data(), buffer.element_type() == ffi::DataType::BF16};
+  }
 
   void read(int64_t first, int64_t count, float* target) const {
     if (is_bf16) {
@@ -485,8 +487,8 @@ std::vector<Tile> cut_tiles(const Call& call) {
   return tiles;
 }
 
-template <class Format>
-void run(const Call& call, ffi::ThreadPool& pool) {
+template <class Format, class Pool>
+void run_as(const Call& call, Pool& pool) {
   const Attention<Format> attention(call);
   const std::vector<Tile> tiles = cut_tiles(call);
   // Tiles of one sequence read what each other's tokens write: those go first.
@@ -508,6 +510,18 @@ void run(const Call& call, ffi::ThreadPool& pool) {
   call.out.clear(used * row, (call.num_tokens - used) * row);
 }
 
+template <class Pool>
+void run(const Call& call, bool pages_are_bf16, Pool& pool) {
+  if (!pages_are_bf16) return run_as<Float32>(call, pool);
+#if defined(JPAGED_TILES)
+  if (call.q.is_bf16 && call.head_dim % kLanes == 0) return run_as<Bfloat16Tiles>(call, pool);
+#endif
+#if defined(JPAGED_BF16_DOT)
+  if (call.q.is_bf16) return run_as<Bfloat16Dot>(call, pool);
+#endif
+  run_as<Bfloat16>(call, pool);
+}
+
 // q and out [T, Hq, D]; k and v [T, H, D]; pages_in and pages [layers, pages, H, page_size * 2 * D], the same memory;
 // the rest as AttentionBatch says; sinks [Hq] or empty.
 ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pages_in,
@@ -518,10 +532,10 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
   if (pages_in.untyped_data() != pages->untyped_data()) return ffi::Error::Internal("the pages are not aliased");
   const int64_t head_dim = q.dimensions()[2], num_q_heads = q.dimensions()[1], num_kv_heads = k.dimensions()[1];
   const Call call{
-      .q = Tokens(q),
-      .k = Tokens(k),
-      .v = Tokens(v),
-      .out = Tokens(*out),
+      .q = Tokens::of(q),
+      .k = Tokens::of(k),
+      .v = Tokens::of(v),
+      .out = Tokens::of(*out),
       .pages = static_cast<uint32_t*>(pages->untyped_data()),
       .cu_q_lens = cu_q_lens.typed_data(),
       .kv_lens = kv_lens.typed_data(),
@@ -542,29 +556,15 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
       .window = window,
   };
   prefer_huge_pages(pages->untyped_data(), pages->size_bytes());
-  order_of_calls_begin();
-  if (pages->element_type() == ffi::DataType::F32) {
-    run<Float32>(call, pool);
-#if defined(JPAGED_TILES)
-  } else if (call.q.is_bf16 && head_dim % kLanes == 0) {
-    run<Bfloat16Tiles>(call, pool);
-#endif
-#if defined(JPAGED_BF16_DOT)
-  } else if (call.q.is_bf16) {
-    run<Bfloat16Dot>(call, pool);
-#endif
-  } else {
-    run<Bfloat16>(call, pool);
-  }
-  order_of_calls_end();
+  run(call, pages->element_type() == ffi::DataType::BF16, pool);
   return ffi::Error::Success();
 }
 
 }  // namespace
-}  // namespace jpaged
+}  // namespace jpaged::attention
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attend,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attention::attend,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
