@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from jpaged.errors import CapacityError, ConfigError, InvalidRequestError, JpagedError, ModelError
-from jpaged.request import BeamSearchParams, CompletionOutput, RequestOutput, SamplingParams
+from jpaged.params import BeamSearchParams, SamplingParams, StructuredOutputs
+from jpaged.request import CompletionOutput, Logprob, RequestOutput
 
 if TYPE_CHECKING:
     from jpaged.engine.async_llm import AsyncLLM
@@ -18,9 +19,11 @@ __all__ = [
     "ConfigError",
     "InvalidRequestError",
     "JpagedError",
+    "Logprob",
     "ModelError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
 ]
 
 

@@ -6,7 +6,9 @@
             print(delta.text, end="")
 
 A prompt is a text, {"prompt_token_ids": [...]}, or a conversation (a list of messages), which the server puts through
-the model's chat template. Errors are grpc.RpcError with the server's status.
+the model's chat template, with `tools` (functions as in OpenAI's interface) and `chat_template_kwargs` (further
+variables of the template). Errors are grpc.RpcError with the server's status, and InvalidRequestError for what cannot
+even be sent.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -16,10 +18,15 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jpaged.request import CompletionOutput, Message, Params, Prompt
-from jpaged.serving.messages import read_completion, write_method, write_prompt
+from jpaged.params import Params
+from jpaged.request import CompletionOutput, Message, Prompt, TokenLogprobs
+from jpaged.serving.messages import read_completion, read_prompt_logprobs, write_prefix, write_prompt
+from jpaged.serving.method_messages import write_method
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1 import inference_pb2_grpc
+
+# Logprobs of a whole vocabulary are long.
+_CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +38,19 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished request."""
+    """A finished request. `prompt_logprobs` and, with them, `prompt_token_ids` are as in RequestOutput."""
 
     request_id: str
     outputs: list[CompletionOutput]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a message of a stream adds to the sequence `index`; the last one brings the usage."""
+    """What a message of a stream says of the sequence `index`: what is new, or what else `output_kind` asks for. The
+    first one brings the prompt's logprobs, the last one the usage."""
 
     request_id: str
     index: int
@@ -49,13 +59,18 @@ class Delta:
     finish_reason: str | None
     stop_reason: int | str | None
     usage: Usage | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class Client:
     """Blocking calls. `timeout` is the deadline in seconds; the server ends the work when it has passed."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address)
+        self._channel = grpc.insecure_channel(address, _CHANNEL_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)  # the package has no types
 
@@ -75,8 +90,11 @@ class Client:
         *,
         request_id: str = "",
         timeout: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Answer:
-        return _answer(self._stub.Generate(_request(prompt, params, request_id), timeout=timeout))
+        request = _request(prompt, params, request_id, tools, chat_template_kwargs)
+        return _answer(self._stub.Generate(request, timeout=timeout))
 
     def stream(
         self,
@@ -85,9 +103,12 @@ class Client:
         *,
         request_id: str = "",
         timeout: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Delta]:
         """Yield deltas; closing the iterator cancels the request."""
-        call = self._stub.GenerateStream(_request(prompt, params, request_id), timeout=timeout)
+        request = _request(prompt, params, request_id, tools, chat_template_kwargs)
+        call = self._stub.GenerateStream(request, timeout=timeout)
         try:
             for message in call:
                 yield _delta(message)
@@ -115,10 +136,7 @@ class Client:
     def pin_prefix(self, name: str, prefix: Prompt) -> int:
         """Compute a prompt prefix once and keep it on the device; return how many of its tokens are in full pages."""
         request = pb.PinPrefixRequest(name=name)
-        if isinstance(prefix, str):
-            request.text = prefix
-        else:
-            request.token_ids.ids.extend(prefix["prompt_token_ids"])
+        write_prefix(request, prefix)
         return self._stub.PinPrefix(request).pinned_tokens
 
     def unpin_prefix(self, name: str) -> bool:
@@ -155,7 +173,7 @@ class AsyncClient:
     """The same for asyncio."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
+        self._channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -174,8 +192,11 @@ class AsyncClient:
         *,
         request_id: str = "",
         timeout: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Answer:
-        return _answer(await self._stub.Generate(_request(prompt, params, request_id), timeout=timeout))
+        request = _request(prompt, params, request_id, tools, chat_template_kwargs)
+        return _answer(await self._stub.Generate(request, timeout=timeout))
 
     async def stream(
         self,
@@ -184,9 +205,12 @@ class AsyncClient:
         *,
         request_id: str = "",
         timeout: float | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncIterator[Delta]:
         """Yield deltas; closing the iterator cancels the request."""
-        call = self._stub.GenerateStream(_request(prompt, params, request_id), timeout=timeout)
+        request = _request(prompt, params, request_id, tools, chat_template_kwargs)
+        call = self._stub.GenerateStream(request, timeout=timeout)
         try:
             async for message in call:
                 yield _delta(message)
@@ -200,9 +224,11 @@ class AsyncClient:
         return await self._stub.GetServerInfo(pb.GetServerInfoRequest())
 
 
-def _request(prompt: Prompt | list[Message], params: Params | None, request_id: str) -> pb.GenerateRequest:
+def _request(
+    prompt: Prompt | list[Message], params: Params | None, request_id: str, tools: Any, chat_template_kwargs: Any
+) -> pb.GenerateRequest:
     request = pb.GenerateRequest(request_id=request_id)
-    write_prompt(request, prompt)
+    write_prompt(request, prompt, tools=tools, chat_template_kwargs=chat_template_kwargs)
     if params is not None:
         write_method(request, params)
     return request
@@ -210,11 +236,12 @@ def _request(prompt: Prompt | list[Message], params: Params | None, request_id: 
 
 def _answer(response: pb.GenerateResponse) -> Answer:
     outputs = [read_completion(completion) for completion in response.completions]
-    return Answer(response.request_id, outputs, _usage(response.usage))
+    return Answer(response.request_id, outputs, _usage(response.usage), *read_prompt_logprobs(response))
 
 
 def _delta(response: pb.GenerateStreamResponse) -> Delta:
     part = read_completion(response.delta)
+    prompt_token_ids, prompt_logprobs = read_prompt_logprobs(response)
     return Delta(
         request_id=response.request_id,
         index=part.index,
@@ -223,6 +250,11 @@ def _delta(response: pb.GenerateStreamResponse) -> Delta:
         finish_reason=part.finish_reason,
         stop_reason=part.stop_reason,
         usage=_usage(response.usage) if response.HasField("usage") else None,
+        logprobs=part.logprobs,
+        cumulative_logprob=part.cumulative_logprob,
+        score=part.score,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -15,18 +15,75 @@ MAX_CANDIDATES = 20
 
 
 @dataclass(frozen=True, slots=True)
+class RowConstraints:
+    """What a row may draw, beyond numbers; few requests have any of it.
+
+    Attributes:
+        allowed_bits: uint32 [ceil(vocabulary / 32)], bit i % 32 of word i // 32 for token i; `None` allows all.
+        logit_bias: (token id, what is added to its logit).
+        bad_words: token sequences of at least two tokens, whose last token is not drawn behind the others.
+        late_token_ids: tokens that are not drawn before the row's `min_length`.
+    """
+
+    allowed_bits: NDArray[np.uint32] | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    late_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RowSampling:
     """The sampling parameters that a row keeps on the device, as SamplingParams defines them.
 
-    `seed` and `sample_index` name the noise stream; `top_k` is 0 for all.
+    Attributes:
+        temperature, top_p, min_p: as there.
+        top_k: 0 for all.
+        seed, sample_index: name the noise stream.
+        presence_penalty, frequency_penalty, repetition_penalty: as there.
+        prompt_length: tokens of the history that were not generated.
+        min_length: tokens of prompt and output before a late token may be drawn.
+        is_beam: its candidates' logprobs are those of the logits divided by the temperature.
+        constraints: `None` for none.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    sample_index: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_length: int = 0
+    min_length: int = 0
+    is_beam: bool = False
+    constraints: RowConstraints | None = None
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether what is drawn depends on the row's earlier tokens other than through the model."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        has_bad_words = self.constraints is not None and bool(self.constraints.bad_words)
+        return penalties != (0.0, 0.0, 1.0) or has_bad_words
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token whose logprob is wanted, and with it the distribution that it is from.
+
+    Attributes:
+        place: the sequence's place in the plan.
+        index: which of the step's tokens comes before it, an index into the plan's `token_ids`.
+        group_id, position: whose token, and where in the sequence.
+        token_id: the token, of a prompt; ON_DEVICE for the one that the step draws.
+    """
+
+    place: int
+    index: int
+    group_id: int
+    position: int
+    token_id: int
 
 
 @dataclass(slots=True)
@@ -42,8 +99,13 @@ class StepPlan:
         samples: whether a token is drawn after the last one.
         num_decode: how many leading entries are decode rows.
         token_ids: the computed tokens, flat (sum of `counts`); ON_DEVICE where the host does not know the token yet.
-        wants_candidates: whether a sequence of the step is a beam, which goes on with one of several best tokens.
+        wants_logprobs: whether a sequence of the step needs logprobs and its best tokens: beams, and who asked for it.
+        masks: (place, allowed bits as in RowConstraints) for sequences that follow a grammar and draw in this step.
+        scored: tokens of prompts whose logprobs are wanted.
+        wide: tokens for which the logprobs of the whole vocabulary are wanted, of prompts or drawn in this step.
         rows_taken: rows that a sequence enters in this step, with what the device must know of it.
+        histories: (row, token ids from position 0 on) that rows taken in this step need and the device never computed:
+            of cached prefixes and swapped-in sequences. They come before the row copies.
         row_copies: (source row, target row): the target takes over history and page table; all sources are read first.
         new_pages: (KV group, row, index in the page table, page id): changes of page tables, after the row copies.
         swap_outs: (device page, host page), copied before anything else.
@@ -59,8 +121,12 @@ class StepPlan:
     samples: list[bool] = field(default_factory=list[bool])
     num_decode: int = 0
     token_ids: list[int] = field(default_factory=list[int])
-    wants_candidates: bool = False
+    wants_logprobs: bool = False
+    masks: list[tuple[int, NDArray[np.uint32]]] = field(default_factory=list[tuple[int, NDArray[np.uint32]]])
+    scored: list[ScoredToken] = field(default_factory=list[ScoredToken])
+    wide: list[ScoredToken] = field(default_factory=list[ScoredToken])
     rows_taken: list[tuple[int, RowSampling]] = field(default_factory=list[tuple[int, RowSampling]])
+    histories: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
     row_copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     new_pages: list[tuple[int, int, int, int]] = field(default_factory=list[tuple[int, int, int, int]])
 
@@ -82,15 +148,33 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Logprobs of n tokens, and of the best tokens where each could have stood.
+
+    Attributes:
+        logprobs: float32 [n], the token's own.
+        ranks: int32 [n], how many tokens are at least as likely.
+        candidate_ids, candidate_logprobs: int32 and float32 [n, MAX_CANDIDATES], the best tokens, best first.
+    """
+
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int32]
+    candidate_ids: NDArray[np.int32]
+    candidate_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step drew, in the plan's order; meaningless where `samples` is false.
 
     Attributes:
         token_ids: int32 [num_seqs].
-        candidate_ids, candidate_logprobs: int32 and float32 [num_seqs, MAX_CANDIDATES], the best tokens and their
-            logprobs, best first; only if the plan wants candidates.
+        logprobs: of the drawn tokens, only if the plan wants logprobs.
+        scored: of the plan's `scored` tokens, in that order.
+        wide: float32 [len(plan.wide), vocabulary], the logprobs of all tokens at each of the plan's `wide`.
     """
 
     token_ids: NDArray[np.int32]
-    candidate_ids: NDArray[np.int32] | None = None
-    candidate_logprobs: NDArray[np.float32] | None = None
+    logprobs: Logprobs | None = None
+    scored: Logprobs | None = None
+    wide: NDArray[np.float32] | None = None

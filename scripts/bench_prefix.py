@@ -23,7 +23,7 @@ from stepping import serve
 from workload import load
 
 from jpaged import LLM, BeamSearchParams, SamplingParams
-from jpaged.engine.engine import Params
+from jpaged.params import Params
 from jpaged.request import RequestOutput
 
 PAGE_SIZE_TOKENS = 16

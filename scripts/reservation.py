@@ -25,7 +25,7 @@ from jpaged.step_plan import RowSampling, StepPlan, StepResult
 Lengths = list[tuple[int, int]]  # (prompt tokens, output tokens) of each request
 Policy = Callable[[int, int, int], int]  # (prompt tokens, output tokens, maximum length) -> slots
 LENGTHS_FILE = Path(__file__).resolve().parent / "workloads" / "sharegpt_lengths.csv"
-_GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+_GREEDY = RowSampling()
 
 
 def _to_maximum_length(num_prompt: int, num_output: int, max_length: int) -> int:

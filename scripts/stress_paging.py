@@ -40,7 +40,7 @@ from tests.fakes.simulated_runner import SimulatedRunner, beam_search, generate
 
 EPISODE_OPERATIONS = 5000
 WEAK_SHARE = 0.3  # of the episodes, in which names collide all the time
-GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+GREEDY = RowSampling()
 
 
 def weak_digest(content: bytes) -> bytes:

@@ -1,7 +1,6 @@
 """`jpaged client`: ask a running server."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -9,12 +8,14 @@ from typing import Annotated
 import grpc
 import typer
 
-from jpaged.cli.console import describe_completion, notes, write_text
-from jpaged.cli.conversation import converse
-from jpaged.cli.options import with_method_options, with_sampling_options
-from jpaged.client import Client, Usage
+from jpaged.cli.console import AnswerStatistics, describe_completion, describe_logprobs, notes, write_text
+from jpaged.cli.conversation import ChatSettings, Conversation, with_chat_options
+from jpaged.cli.generate import is_plain
+from jpaged.cli.method_options import with_method_options, with_sampling_options
+from jpaged.client import Client, Delta
 from jpaged.errors import JpagedError
-from jpaged.request import BeamSearchParams, Message, Params, Prompt, SamplingParams
+from jpaged.params import Params, SamplingParams
+from jpaged.request import Message, Prompt
 
 client = typer.Typer(help="Ask a running server.", no_args_is_help=True)
 Address = Annotated[str, typer.Option(help="HOST:PORT of the server.")]
@@ -34,27 +35,34 @@ class CallFailedError(JpagedError):
 class _Speaker:
     """Streams answers and remembers what the last one took."""
 
-    def __init__(self, connection: Client, params: SamplingParams) -> None:
+    def __init__(self, connection: Client, params: SamplingParams, settings: ChatSettings | None = None) -> None:
         self._client = connection
         self._params = params
-        self._description = "nothing yet"
+        self._settings = settings
+        self._statistics = AnswerStatistics()
 
     def answer(self, messages: Prompt | list[Message]) -> Iterator[str]:
-        usage: Usage | None = None
-        times, generated = [time.monotonic()], 0
-        try:
-            with _as_call_failed():
-                for delta in self._client.stream(messages, self._params):
-                    times.append(time.monotonic())
-                    generated += len(delta.token_ids)
-                    usage = delta.usage or usage
-                    yield delta.text
-        finally:
-            if generated:
-                self._description = _describe_answer(usage, times, generated)
+        self._statistics = AnswerStatistics()
+        with _as_call_failed():
+            for delta in self._stream(messages):
+                self._statistics.count(delta.token_ids)
+                self._statistics.finish_reason = delta.finish_reason
+                if delta.usage is not None:
+                    self._statistics.prompt_tokens = delta.usage.prompt_tokens
+                    self._statistics.cached_tokens = delta.usage.cached_tokens
+                yield delta.text if self._params.detokenize else "".join(f"{token} " for token in delta.token_ids)
 
-    def describe(self) -> str:
-        return self._description
+    def _stream(self, messages: Prompt | list[Message]) -> Iterator[Delta]:
+        if self._settings is None:
+            return self._client.stream(messages, self._params)
+        tools, variables = self._settings.tools, self._settings.chat_template_kwargs
+        return self._client.stream(messages, self._params, tools=tools, chat_template_kwargs=variables)
+
+    def describe_answer(self) -> str:
+        return self._statistics.describe()
+
+    def describe_engine(self) -> str:
+        return _describe_server(self._client)
 
 
 @client.command()
@@ -67,35 +75,34 @@ def generate(
     *,
     params: Params,
 ) -> None:
-    """Stream the answer to one prompt; several samples or beams are printed as JSON objects, one a line."""
+    """Stream the answer to one prompt; several samples or beams, and answers with logprobs, are printed as JSON
+    objects, one a line."""
     given = [{"role": "user", "content": prompt}] if chat else prompt
     with Client(address) as connection:
-        if isinstance(params, BeamSearchParams) or params.n > 1:
-            with _as_call_failed():
-                outputs = connection.generate(given, params).outputs
-            for completion in outputs:
-                print(json.dumps(describe_completion(completion, len(outputs)), ensure_ascii=False))
+        if not is_plain(params):
+            _print_whole(connection, given, params)
             return
         speaker = _Speaker(connection, params)
         for text in speaker.answer(given):
             write_text(text)
         write_text("\n")
         if stats:
-            notes.print(speaker.describe())
+            notes.print(speaker.describe_answer())
             notes.print(_describe_server(connection))
 
 
 @client.command(name="chat")
 @with_sampling_options
+@with_chat_options
 def chat_command(
     address: Address = _DEFAULT_ADDRESS,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     *,
     params: SamplingParams,
+    settings: ChatSettings,
 ) -> None:
     """Talk with the served model."""
     with Client(address) as connection:
-        converse(_Speaker(connection, params), system, refusals=(JpagedError,))
+        Conversation(_Speaker(connection, params, settings), settings.system, refusals=(JpagedError,)).run()
 
 
 @client.command()
@@ -118,12 +125,14 @@ def info(address: Address = _DEFAULT_ADDRESS) -> None:
         print(f"{connection.model_info()}{connection.server_info()}", end="")
 
 
-def _describe_answer(usage: Usage | None, times: list[float], generated: int) -> str:
-    """`times` is the start, then every delta's. Without usage, which comes with the last delta, it was stopped."""
-    prompt = f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), " if usage else "stopped: "
-    seconds = times[-1] - times[1]
-    rate = f"{(generated - 1) / seconds:.1f} tokens/s" if generated > 1 and seconds > 0 else "no more"
-    return f"{prompt}{generated} generated; time to first token {times[1] - times[0]:.3f} s, then {rate}"
+def _print_whole(connection: Client, prompt: Prompt | list[Message], params: Params) -> None:
+    with _as_call_failed():
+        answer = connection.generate(prompt, params)
+    for completion in answer.outputs:
+        line = describe_completion(completion, len(answer.outputs))
+        if answer.prompt_token_ids is not None and answer.prompt_logprobs is not None:
+            line["prompt_logprobs"] = describe_logprobs(answer.prompt_token_ids, answer.prompt_logprobs)
+        print(json.dumps(line, ensure_ascii=False))
 
 
 def _describe_server(connection: Client) -> str:

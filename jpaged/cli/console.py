@@ -1,7 +1,9 @@
 """What the commands print while an engine starts and after it has answered."""
 
+import math
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -9,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jpaged.config import EngineConfig
 from jpaged.metrics import EngineStats
-from jpaged.request import CompletionOutput, RequestOutput, RequestTimes
+from jpaged.request import CompletionOutput, Logprob, RequestOutput, RequestTimes, TokenLogprobs
 
 # Answers go to stdout and nothing else does, so that they can be piped.
 notes = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -61,6 +63,38 @@ def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) 
     )
 
 
+class AnswerStatistics:
+    """What one answer took, for those who see it arrive. Without a finish reason it was stopped."""
+
+    def __init__(self) -> None:
+        self._start = self._first = self._last = time.monotonic()
+        self._generated = 0
+        self.prompt_tokens: int | None = None
+        self.cached_tokens = 0
+        self.finish_reason: str | None = None
+
+    def count(self, token_ids: list[int]) -> None:
+        """To be called when tokens arrive."""
+        self._last = time.monotonic()
+        if not self._generated:
+            self._first = self._last
+        self._generated += len(token_ids)
+
+    def describe(self) -> str:
+        """Return a line."""
+        prompt = (
+            "" if self.prompt_tokens is None else f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), "
+        )
+        if not self._generated:
+            return f"{prompt}nothing generated ({self.finish_reason or 'stopped'})"
+        seconds = self._last - self._first
+        rate = f", then {(self._generated - 1) / seconds:.1f} tokens/s" if self._generated > 1 and seconds > 0 else ""
+        return (
+            f"{prompt}{self._generated} generated ({self.finish_reason or 'stopped'});"
+            f" first token after {self._first - self._start:.3f} s{rate}"
+        )
+
+
 def describe_engine(stats: EngineStats) -> str:
     """Return what happened to many requests, in a few lines."""
     return "\n".join(
@@ -75,13 +109,33 @@ def describe_engine(stats: EngineStats) -> str:
 def describe_completion(completion: CompletionOutput, num_completions: int) -> dict[str, object]:
     """Return what a JSON line says of one generated sequence."""
     answer: dict[str, object] = {"text": completion.text, "finish_reason": completion.finish_reason}
+    if completion.stop_reason is not None:
+        answer["stop_reason"] = completion.stop_reason
     if num_completions > 1:
         answer["index"] = completion.index
     if completion.score is not None:
         answer["score"] = round(completion.score, 4)
     if completion.token_ids and not completion.text:  # without a tokenizer that is all there is
         answer["token_ids"] = completion.token_ids
+    if completion.logprobs is not None:
+        answer["logprobs"] = describe_logprobs(completion.token_ids, completion.logprobs)
     return answer
+
+
+def describe_logprobs(token_ids: list[int], logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, object] | None]:
+    """Return for each token its logprob and rank and, where there are any, those of the most likely tokens."""
+
+    def describe(token_id: int, logprob: Logprob) -> dict[str, object]:
+        text = {} if logprob.decoded_token is None else {"token": logprob.decoded_token}
+        # JSON has no minus infinity.
+        value = round(logprob.logprob, 4) if math.isfinite(logprob.logprob) else None
+        return {"id": token_id, **text, "logprob": value, "rank": logprob.rank}
+
+    described: list[dict[str, object] | None] = []
+    for token_id, known in zip(token_ids, logprobs, strict=True):
+        others = {} if known is None or len(known) == 1 else {"top": [describe(*item) for item in known.items()]}
+        described.append(None if known is None else describe(token_id, known[token_id]) | others)
+    return described
 
 
 def _describe_free_pages(stats: EngineStats) -> str:

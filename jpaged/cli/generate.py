@@ -2,7 +2,7 @@
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 import typer
 
@@ -10,15 +10,18 @@ from jpaged.cli.console import (
     describe_answer,
     describe_completion,
     describe_engine,
+    describe_logprobs,
     notes,
     progress_bar,
     start_llm,
     write_text,
 )
-from jpaged.cli.options import MODEL_HELP, with_engine_options, with_method_options
+from jpaged.cli.method_options import with_method_options
+from jpaged.cli.options import MODEL_HELP, with_engine_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
-from jpaged.request import BeamSearchParams, Params, Prompt, RequestOutput, SamplingParams
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Prompt, RequestOutput
 
 
 @with_engine_options
@@ -35,8 +38,8 @@ def generate(
 ) -> None:
     """Generate text for prompts.
 
-    One prompt streams token by token. Several prompts run together and, like several samples or beams of a prompt,
-    are printed as JSON objects, one a line.
+    One prompt streams token by token. Several prompts run together and, like several samples or beams of a prompt and
+    answers with logprobs, are printed as JSON objects, one a line.
     """
     if chat and token_ids:
         raise InvalidRequestError("--chat makes prompts of texts and --token-ids takes token ids; give one of them")
@@ -45,16 +48,24 @@ def generate(
     llm = start_llm(config)
     if chat:
         given = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
-    if len(given) == 1 and isinstance(params, SamplingParams) and params.n == 1:
+    if len(given) == 1 and is_plain(params):
         _stream(llm, given[0], params, stats)
         return
     for text, output in zip(texts, _generate(llm, given, params), strict=True):
         for completion in output.outputs:
-            print(
-                json.dumps({"prompt": text} | describe_completion(completion, len(output.outputs)), ensure_ascii=False)
-            )
+            line = {"prompt": text} | describe_completion(completion, len(output.outputs))
+            if output.prompt_logprobs is not None:
+                line["prompt_logprobs"] = describe_logprobs(output.prompt_token_ids, output.prompt_logprobs)
+            print(json.dumps(line, ensure_ascii=False))
     if stats:
         notes.print(describe_engine(llm.stats()))
+
+
+def is_plain(params: Params) -> TypeGuard[SamplingParams]:
+    """Whether an answer is one text and nothing else, which can stream."""
+    if isinstance(params, BeamSearchParams) or params.n > 1:
+        return False
+    return params.logprobs is None and params.prompt_logprobs is None
 
 
 def _read_stdin() -> str:
@@ -89,7 +100,8 @@ def _stream(llm, prompt: Prompt, params: SamplingParams, stats: bool) -> None:
     pages_peak, output = 0, None
     try:
         for delta in llm.stream(prompt, params):
-            write_text(delta.text if llm.tokenizer is not None else f"{delta.token_ids[0]} ")
+            has_text = llm.tokenizer is not None and params.detokenize
+            write_text(delta.text if has_text else "".join(f"{token_id} " for token_id in delta.token_ids))
             pages_peak = max(pages_peak, llm.stats().pages_used)
             output = delta.request
     except KeyboardInterrupt:

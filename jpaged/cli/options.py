@@ -9,60 +9,46 @@ from typing import Annotated, Any
 import typer
 
 from jpaged.config import DTYPES, POLICIES, PREEMPTIONS, EngineConfig
-from jpaged.errors import InvalidRequestError
-from jpaged.request import BeamSearchParams, Params, SamplingParams
 
 MODEL_HELP = "A model directory, an Orbax checkpoint, a .gguf file, a hub id, or `demo`."
 
 
 @dataclass(frozen=True)
-class _Option:
+class Option:
+    """An option by the name of its parameter; its flag is made of that unless it is given."""
+
     type: Any
     default: Any
     help: str
     flag: str | None = None
+    metavar: str | None = None
+    panel: str | None = None  # of the help; `None` is that of the options it is declared with
 
 
 _ENGINE_OPTIONS = {
-    "dtype": _Option(str, "auto", f"Of weights, activations and pages: {', '.join(DTYPES)}."),
-    "max_model_len": _Option(int | None, None, "Longest sequence in tokens, prompt and output. Default: the model's."),
-    "max_num_seqs": _Option(int, 64, "Most sequences in one step."),
-    "max_num_batched_tokens": _Option(int, 512, "Token budget of one step."),
-    "page_size": _Option(int | None, None, "Tokens per page. Default: 16; on TPU 128."),
-    "num_pages": _Option(int | None, None, "Pages in the pool. Default: sized by --kv-memory-fraction."),
-    "kv_memory_fraction": _Option(
+    "dtype": Option(str, "auto", f"Of weights, activations and pages: {', '.join(DTYPES)}."),
+    "max_model_len": Option(int | None, None, "Longest sequence in tokens, prompt and output. Default: the model's."),
+    "max_num_seqs": Option(int, 64, "Most sequences in one step."),
+    "max_num_batched_tokens": Option(int, 512, "Token budget of one step."),
+    "page_size": Option(int | None, None, "Tokens per page. Default: 16; on TPU 128."),
+    "num_pages": Option(int | None, None, "Pages in the pool. Default: sized by --kv-memory-fraction."),
+    "kv_memory_fraction": Option(
         float | None, None, "Share of the memory beside the weights for pages. Default: 0.9; on a CPU 0.2."
     ),
-    "enable_prefix_caching": _Option(
+    "enable_prefix_caching": Option(
         bool, True, "Use pages again for requests that begin the same.", "--prefix-caching/--no-prefix-caching"
     ),
-    "host_tier_gib": _Option(float, 0.0, "Host memory for pages that leave the device, in GiB."),
-    "max_pinned_fraction": _Option(float, 0.5, "Share of the pool that pinned prefixes may take."),
-    "preemption": _Option(str, "auto", f"How a sequence gives way: {', '.join(PREEMPTIONS)}."),
-    "policy": _Option(str, "fcfs", f"Who runs next: {', '.join(POLICIES)}."),
-    "overlap": _Option(bool, True, "Plan the next step while the device runs this one.", "--overlap/--no-overlap"),
-    "engine_seed": _Option(int | None, None, "Seeds the requests that bring no seed. Default: fresh."),
-    "tensor_parallel_size": _Option(int, 1, "Devices that share each layer."),
+    "host_tier_gib": Option(float, 0.0, "Host memory for pages that leave the device, in GiB."),
+    "max_pinned_fraction": Option(float, 0.5, "Share of the pool that pinned prefixes may take."),
+    "preemption": Option(str, "auto", f"How a sequence gives way: {', '.join(PREEMPTIONS)}."),
+    "policy": Option(str, "fcfs", f"Who runs next: {', '.join(POLICIES)}."),
+    "overlap": Option(bool, True, "Plan the next step while the device runs this one.", "--overlap/--no-overlap"),
+    "engine_seed": Option(int | None, None, "Seeds the requests that bring no seed. Default: fresh."),
+    "tensor_parallel_size": Option(int, 1, "Devices that share each layer."),
 }
-_SAMPLING_OPTIONS = {
-    "max_tokens": _Option(int | None, 256, "Most tokens to generate."),
-    "temperature": _Option(float, 0.0, "Divides the logits; 0 always takes the most likely token."),
-    "top_p": _Option(float, 1.0, "Keep the most likely tokens that make up this probability."),
-    "top_k": _Option(int, 0, "Keep the k most likely tokens; 0 keeps all."),
-    "min_p": _Option(float, 0.0, "Keep tokens at least this likely relative to the most likely one."),
-    "seed": _Option(int | None, None, "Makes the draw repeatable. Default: fresh noise."),
-    "ignore_eos": _Option(bool, False, "Go on after an end-of-sequence token.", "--ignore-eos"),
-}
-_METHOD_OPTIONS = _SAMPLING_OPTIONS | {
-    "n": _Option(int, 1, "Sequences to draw for each prompt."),
-    "beam_width": _Option(int | None, None, "Search with this many beams instead of drawing. Default: no search."),
-    "length_penalty": _Option(float, 1.0, "Of beams: above 0 favours longer output."),
-    "early_stopping": _Option(str, "false", "Of beams: true, false or never, as in transformers."),
-}
-_EARLY_STOPPING: dict[str, Any] = {"true": True, "false": False, "never": "never"}
 
 
-def with_engine_options[**P](command: Callable[..., None]) -> Callable[..., None]:
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the engine's options; it gets them as one EngineConfig in its parameter `config`.
 
     The command must have a parameter `model`, which stays.
@@ -72,35 +58,13 @@ def with_engine_options[**P](command: Callable[..., None]) -> Callable[..., None
         values["seed"] = values.pop("engine_seed")
         return EngineConfig(model=values.pop("model"), **values)
 
-    return _with_options(command, "config", _ENGINE_OPTIONS, build, "Engine", keep=("model",))
+    return with_options(command, "config", _ENGINE_OPTIONS, build, "Engine", keep=("model",))
 
 
-def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the sampling options; it gets them as one SamplingParams in its parameter `params`."""
-    return _with_options(command, "params", _SAMPLING_OPTIONS, lambda values: SamplingParams(**values), "Sampling")
-
-
-def with_method_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_sampling_options`, and with beams: the command gets a SamplingParams or a BeamSearchParams."""
-    return _with_options(command, "params", _METHOD_OPTIONS, _read_method, "Sampling and search")
-
-
-def _read_method(values: dict[str, Any]) -> Params:
-    beams = {name: values.pop(name) for name in ("beam_width", "length_penalty", "early_stopping")}
-    if beams["beam_width"] is None:
-        return SamplingParams(**values)
-    drawn = [name for name in ("n", "top_p", "top_k", "min_p", "seed") if values[name] != _METHOD_OPTIONS[name].default]
-    if drawn:
-        raise InvalidRequestError(f"{', '.join(drawn)} cannot go with beam_width: a search draws nothing at random")
-    shared = {name: values[name] for name in ("max_tokens", "temperature", "ignore_eos")}
-    beams["early_stopping"] = _EARLY_STOPPING.get(beams["early_stopping"], beams["early_stopping"])
-    return BeamSearchParams(**beams, **shared)
-
-
-def _with_options(
+def with_options(
     command: Callable[..., None],
     target: str,
-    options: dict[str, _Option],
+    options: dict[str, Option],
     build: Callable[[dict[str, Any]], Any],
     panel: str,
     keep: tuple[str, ...] = (),
@@ -124,8 +88,9 @@ def _with_options(
                 typer.Option(
                     *([option.flag] if option.flag else []),
                     help=option.help,
-                    rich_help_panel=panel,
-                    show_default=option.default is not None,
+                    metavar=option.metavar,
+                    rich_help_panel=option.panel or panel,
+                    show_default=option.default is not None and option.default is not False,
                 ),
             ],
         )

@@ -12,17 +12,18 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
 from jpaged.engine.llm import render_chat
+from jpaged.engine.publishing import OutputShaper, merge
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import AbortedError, EngineClosedError, EngineFailedError, JpagedError, QueueFullError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats, Observer
-from jpaged.request import Message, OutputDelta, Params, PreparedRequest, Prompt, SamplingParams
+from jpaged.params import Params, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt
 
 logger = logging.getLogger(__name__)
 MAX_BUFFERED_DELTAS = 64
@@ -41,7 +42,7 @@ class _Stream:
         if len(self._deltas) >= MAX_BUFFERED_DELTAS:
             for place in range(len(self._deltas) - 1, -1, -1):
                 if self._deltas[place].index == delta.index:
-                    self._deltas[place] = _merge(self._deltas[place], delta)
+                    self._deltas[place] = merge(self._deltas[place], delta)
                     return
         self._deltas.append(delta)
         self._news.set()
@@ -58,10 +59,6 @@ class _Stream:
             self._news.clear()
             await self._news.wait()
         return self._deltas.popleft()
-
-
-def _merge(earlier: OutputDelta, later: OutputDelta) -> OutputDelta:
-    return replace(later, text=earlier.text + later.text, token_ids=earlier.token_ids + later.token_ids)
 
 
 class AsyncLLM:
@@ -105,7 +102,8 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: Params | None = None, request_id: str | None = None
     ) -> AsyncGenerator[OutputDelta]:
-        """Yield what each step adds to a request; the last delta is `finished`. Closing the iterator ends the work.
+        """Yield what each step adds to a request, or what its `output_kind` says; the last delta is `finished`. Closing
+        the iterator ends the work.
 
         Raises:
             InvalidRequestError, CapacityError: the request is refused.
@@ -119,20 +117,27 @@ class AsyncLLM:
         name = request_id or uuid.uuid4().hex
         stream = _Stream(asyncio.get_running_loop())
         self._send(lambda: self._add(name, request, stream))
-        finished = False
+        shaper, finished = OutputShaper(getattr(params, "output_kind", "delta")), False
         try:
             while not finished:
                 delta = await stream.next()
                 finished = delta.finished
-                yield delta
+                shaped = shaper.push(delta)
+                if shaped is not None:
+                    yield shaped
         finally:
             if not finished:
                 with suppress(EngineClosedError):
                     self._send(lambda: self._forget(name, stream))
 
-    def render_chat(self, messages: list[Message]) -> Prompt:
+    def render_chat(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Prompt:
         """As LLM.render_chat."""
-        return render_chat(self.tokenizer, messages)
+        return render_chat(self.tokenizer, messages, tools, chat_template_kwargs)
 
     async def abort(self, request_id: str) -> bool:
         """End a request; its reader gets AbortedError. `False` if there is no such request."""
@@ -157,6 +162,10 @@ class AsyncLLM:
     async def flush_prefix_cache(self) -> None:
         """Forget what is cached."""
         await self._ask(self._engine.flush_prefix_cache)
+
+    async def reload_weights(self, model: str | None = None) -> None:
+        """Serve other weights of the same model from now on, as Engine.reload_weights. Callers wait while they load."""
+        await self._ask(lambda: self._engine.reload_weights(model))
 
     def close(self) -> None:
         """End all requests and the thread."""

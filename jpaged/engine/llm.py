@@ -1,36 +1,68 @@
 """The offline door: prompts in, finished outputs out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.publishing import OutputShaper
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
 from jpaged.execution.runner import ReportProgress
 from jpaged.metrics import EngineStats
-from jpaged.request import (
-    BeamSearchParams,
-    Message,
-    OutputDelta,
-    Params,
-    PreparedRequest,
-    Prompt,
-    RequestOutput,
-    SamplingParams,
-)
+from jpaged.params import BeamSearchParams, Params, SamplingParams
+from jpaged.request import Message, OutputDelta, PreparedRequest, Prompt, RequestOutput
+
+# Variables of a chat template that are arguments of their own.
+RESERVED_VARIABLES = frozenset({"documents", "messages", "self", "tools"})
 
 
-def render_chat(tokenizer: Tokenizer | None, messages: SequenceOf[Message]) -> Prompt:
+def render_chat(
+    tokenizer: Tokenizer | None,
+    messages: SequenceOf[Message],
+    tools: SequenceOf[dict[str, Any]] | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> Prompt:
     """Put a conversation through the model's chat template, ready for the model's answer.
 
+    Args:
+        tools: functions that the model may call, as OpenAI's interface describes them.
+        chat_template_kwargs: further variables of the template. `add_generation_prompt` (True unless said otherwise)
+            lets the model begin an answer; `continue_final_message` lets it go on with the last message instead.
+
     Raises:
-        InvalidRequestError: the model has no tokenizer or chat template, or the template refuses the messages.
+        InvalidRequestError: the model has no tokenizer or chat template, the template refuses the messages or has no
+            place for tools, or a variable is one that messages and tools have.
     """
     if tokenizer is None:
         raise InvalidRequestError("this model has no tokenizer, so it has no chat template; use prompt_token_ids")
-    return {"prompt_token_ids": tokenizer.apply_chat_template(list(messages))}
+    if tools and tokenizer.chat_template is not None and not tokenizer.chat_template.takes_tools:
+        raise InvalidRequestError("the model's chat template has no place for tools; leave them out")
+    variables = dict(chat_template_kwargs or {})
+    reserved = sorted(RESERVED_VARIABLES & variables.keys())
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs holds {', '.join(reserved)}; give messages and tools themselves"
+        )
+    continues = bool(variables.pop("continue_final_message", False))
+    adds_prompt = bool(variables.pop("add_generation_prompt", not continues))
+    if continues and adds_prompt:
+        raise InvalidRequestError("continue_final_message and add_generation_prompt are both true; choose one")
+    text = tokenizer.render_chat(list(messages), adds_prompt, tools, **variables)
+    if continues:
+        text = _up_to_content(text, messages[-1])
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """A rendered chat up to the end of its last message's content."""
+    content = message.get("content")
+    content = content.strip() if isinstance(content, str) else ""
+    found = text.rfind(content) if content else -1
+    if found < 0:
+        raise InvalidRequestError("continue_final_message is true, but the last message's content is not in the prompt")
+    return text[: found + len(content)]
 
 
 class LLM:
@@ -101,30 +133,49 @@ class LLM:
         """Forget what is cached."""
         self.engine.flush_prefix_cache()
 
+    def reload_weights(self, model: str | None = None) -> None:
+        """Serve other weights of the same model from now on, as Engine.reload_weights."""
+        self.engine.reload_weights(model)
+
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         *,
+        tools: SequenceOf[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         on_delta: Callable[[OutputDelta], None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or many: lists of {"role": ..., "content": ...}, put through the model's
-        chat template."""
+        chat template with `tools` and `chat_template_kwargs` as in the function `render_chat`."""
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([self.render_chat(c) for c in conversations], params, on_delta=on_delta)  # type: ignore[arg-type]
+        prompts = [self.render_chat(c, tools, chat_template_kwargs) for c in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, params, on_delta=on_delta)
 
-    def render_chat(self, messages: SequenceOf[Message]) -> Prompt:
+    def render_chat(
+        self,
+        messages: SequenceOf[Message],
+        tools: SequenceOf[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Prompt:
         """As the function `render_chat`, with this model's tokenizer."""
-        return render_chat(self.tokenizer, messages)
+        return render_chat(self.tokenizer, messages, tools, chat_template_kwargs)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputDelta]:
-        """Generate for one prompt and yield what each step adds. Closing the iterator aborts the request."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[OutputDelta]:
+        """Generate for one prompt and yield what each step adds, or what `params.output_kind` says.
+
+        Closing the iterator aborts the request.
+        """
         self._check_idle()
-        request_id = self._new_request_id()
-        self.engine.add_request(request_id, self.engine.prepare(prompt, params or SamplingParams()))
+        request_id, params = self._new_request_id(), params or SamplingParams()
+        self.engine.add_request(request_id, self.engine.prepare(prompt, params))
+        shaper = OutputShaper(params.output_kind)
         try:
             while self.engine.has_work:
-                yield from self.engine.step()
+                for delta in self.engine.step():
+                    shaped = shaper.push(delta)
+                    if shaped is not None:
+                        yield shaped
         finally:
             self.engine.abort_request(request_id)
 

@@ -2,17 +2,18 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
 from jpaged.engine.dtype_probe import probe_dtype
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
-from jpaged.errors import ConfigError
+from jpaged.errors import ConfigError, ModelError
 from jpaged.execution.compilation import counter, enable_compilation_cache
 from jpaged.execution.kv_cache import (
     ACCELERATOR_FRACTION,
@@ -73,7 +74,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     max_model_len = _choose_max_model_len(config, spec)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
     device = mesh.devices.flat[0]
-    matmul = _native_matmul() if device.platform == "cpu" and mesh.size == 1 else None
+    matmul = _native_matmul(mesh)
     dtype = choose_dtype(config.dtype, device.platform, matmul)
     page_spec = PageSpec(
         num_layers=spec.num_layers,
@@ -124,7 +125,32 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
 
 
-def _native_matmul() -> CpuMatmul | None:
+def reload_weights(parts: EngineParts, model: str | None = None) -> None:
+    """Replace a ready engine's weights by those of `model` (`None`: the same place again); nothing is compiled.
+
+    The new weights are loaded beside the old ones, so there must be room for both.
+
+    Raises:
+        ModelError: they cannot be found or read, or belong to a model of other shapes; the old ones stay then.
+    """
+    model_dir = resolve_model(model or parts.config.model, None)
+    spec = load_spec(model_dir)
+    if spec != parts.spec:
+        names = [field.name for field in fields(spec) if getattr(spec, field.name) != getattr(parts.spec, field.name)]
+        raise ModelError(
+            f"{model_dir} differs from the running model in {', '.join(names)}; start an engine of its own for it"
+        )
+    mesh = make_mesh(parts.config.tensor_parallel_size, spec=spec)
+    loaded = load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh)
+    if (matmul := _native_matmul(mesh)) is not None:
+        use_matmul(loaded, matmul)
+    parts.runner.replace_weights(loaded)
+
+
+def _native_matmul(mesh: Mesh) -> CpuMatmul | None:
+    """What computes products with few rows, where that is not XLA."""
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return None
     try:
         return CpuMatmul.make()
     except BuildError as error:

@@ -68,6 +68,11 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._compiled: dict[str, Any] = {}
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether a chat with tools has a template that looks at them."""
+        return "tool_use" in self.sources or "tools" in self.sources.get("default", "")
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -167,6 +172,12 @@ class Tokenizer:
             known = b"" if token is None else self.byte_codec.token_bytes(token)
             self._token_bytes[token_id] = known
         return known
+
+    def token_text(self, token_id: int) -> str:
+        """One token's own text; bytes that are no whole character become U+FFFD."""
+        if self.byte_codec is None:
+            return self.id_to_token(token_id) or ""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens spelled in `text` become themselves; `add_special_tokens` adds BOS or EOS where the model's

@@ -4,6 +4,7 @@ Letters: T tokens and S rows of the bucket; C row copies, N page table entries a
 """
 
 from dataclasses import dataclass
+from enum import IntFlag
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,23 +15,71 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jpaged.execution.buckets import Bucket
-from jpaged.step_plan import StepPlan
+from jpaged.step_plan import RowSampling, StepPlan
+
+
+class RowFlag(IntFlag):
+    """What a row has beyond numbers; a row without a flag never reads what its place in `Constraints` holds."""
+
+    ALLOWED = 1
+    BIAS = 2
+    BAD_WORDS = 4
+    LATE = 8
+    BEAM = 16
 
 
 class RowParameters(NamedTuple):
-    """Sampling parameters, one entry a row: float32 [S] and int32 or uint32 [S]."""
+    """Sampling parameters, one entry a row, as in RowSampling: float32 [S], then int32 [S]. `flags` is of RowFlag."""
 
     temperature: Array
     top_p: Array
     min_p: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    repetition_penalty: Array
     top_k: Array
     seed_low: Array
     seed_high: Array
     sample_index: Array
+    prompt_length: Array
+    min_length: Array
+    flags: Array
+
+    def has(self, flag: RowFlag) -> Array:
+        """Which rows have a flag, bool [S]."""
+        return (self.flags & int(flag)) != 0
 
 
-_FLOATS = ("temperature", "top_p", "min_p")
+_FLOATS = RowParameters._fields[:6]
 _NUM_PARAMETERS = len(RowParameters._fields)
+
+
+def pack_parameters(sampling: RowSampling) -> NDArray[np.int32]:
+    """The bits of RowParameters' fields, int32 [_NUM_PARAMETERS]."""
+    floats = np.array([getattr(sampling, name) for name in _FLOATS], np.float32)
+    seed_words = np.array([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], np.uint32).view(np.int32)
+    rest = [sampling.sample_index, sampling.prompt_length, sampling.min_length, _flags(sampling)]
+    return np.array([*floats.view(np.int32), sampling.top_k, *seed_words, *rest], np.int32)
+
+
+def unpack_parameters(columns: Array) -> RowParameters:
+    """Take int32 [_NUM_PARAMETERS, ...] apart; called under jit."""
+    return RowParameters(
+        *(
+            jax.lax.bitcast_convert_type(column, jnp.float32) if name in _FLOATS else column
+            for name, column in zip(RowParameters._fields, columns, strict=True)
+        )
+    )
+
+
+def _flags(sampling: RowSampling) -> RowFlag:
+    flags = RowFlag.BEAM if sampling.is_beam else RowFlag(0)
+    if (constraints := sampling.constraints) is not None:
+        flags |= RowFlag.ALLOWED if constraints.allowed_bits is not None else 0
+        flags |= RowFlag.BIAS if constraints.logit_bias else 0
+        flags |= RowFlag.BAD_WORDS if constraints.bad_words else 0
+        flags |= RowFlag.LATE if constraints.late_token_ids else 0
+    return flags
 
 
 class RowChanges(NamedTuple):
@@ -62,8 +111,9 @@ class StepBatch(NamedTuple):
         cu_q_lens: int32 [S + 1]; sequence s computes tokens cu_q_lens[s] .. cu_q_lens[s + 1] of the flat batch.
         kv_lens: int32 [S], lengths with the new tokens; 0 for padding.
         samples: bool [S], whether a token is drawn.
+        masked: bool [S], whether the step's masks hold one for this place.
         num_seqs, num_decode: int32 [].
-        wants_candidates: bool [].
+        wants_logprobs: bool [].
         changes: what changes in the rows before the step.
     """
 
@@ -72,9 +122,10 @@ class StepBatch(NamedTuple):
     cu_q_lens: Array
     kv_lens: Array
     samples: Array
+    masked: Array
     num_seqs: Array
     num_decode: Array
-    wants_candidates: Array
+    wants_logprobs: Array
     changes: RowChanges
 
 
@@ -134,24 +185,13 @@ class ChangesLayout:
         parameters = view["taken_parameters"].reshape(_NUM_PARAMETERS, -1)
         for place, (row, sampling) in enumerate(plan.rows_taken):
             view["taken_rows"][place] = row
-            floats = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32)
-            seed_words = np.array([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], np.uint32)
-            parameters[:3, place] = floats.view(np.int32)
-            parameters[3, place] = sampling.top_k
-            parameters[4:6, place] = seed_words.view(np.int32)
-            parameters[6, place] = sampling.sample_index
+            parameters[:, place] = pack_parameters(sampling)
 
     def unpack(self, words: Array) -> RowChanges:
         """Take them out again; called under jit."""
         view = {name: words[where] for name, where in self._slices.items()}
         columns = view.pop("taken_parameters").reshape(_NUM_PARAMETERS, -1)
-        parameters = RowParameters(
-            *(
-                jax.lax.bitcast_convert_type(column, jnp.float32 if name in _FLOATS else jnp.int32)
-                for name, column in zip(RowParameters._fields, columns, strict=True)
-            )
-        )
-        return RowChanges(**view, taken_parameters=parameters)
+        return RowChanges(**view, taken_parameters=unpack_parameters(columns))
 
 
 def _fill_columns(view: dict[str, NDArray[np.int32]], names: tuple[str, ...], entries: list[tuple[int, ...]]) -> None:
@@ -181,6 +221,7 @@ class BatchLayout:
     def _slices(self) -> dict[str, slice]:
         rows, tokens = self.bucket.num_rows, self.bucket.num_tokens
         sizes = {"token_ids": tokens, "row_ids": rows, "cu_q_lens": rows + 1, "kv_lens": rows, "samples": rows}
+        sizes["masked"] = rows
         return _slices(sizes | {"numbers": 3})
 
     @cached_property
@@ -212,20 +253,22 @@ class BatchLayout:
         np.cumsum(counts, out=view["cu_q_lens"][1 : num_seqs + 1])
         view["kv_lens"][:num_seqs] = np.array(plan.starts, np.int32) + counts
         view["samples"][:num_seqs] = plan.samples
-        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_candidates
+        view["masked"][[place for place, _ in plan.masks]] = 1
+        view["numbers"][:] = num_seqs, plan.num_decode, plan.wants_logprobs
         self.changes.pack(words, plan if with_changes else StepPlan(plan.step))
         return words
 
     def unpack(self, words: Array) -> StepBatch:
         """Take int32 [num_words] apart; called under jit."""
         view = {name: words[where] for name, where in self._slices.items()}
-        num_seqs, num_decode, wants_candidates = view.pop("numbers")
-        samples = view.pop("samples") != 0
+        num_seqs, num_decode, wants_logprobs = view.pop("numbers")
+        samples, masked = view.pop("samples") != 0, view.pop("masked") != 0
         return StepBatch(
             **view,
             samples=samples,
+            masked=masked,
             num_seqs=num_seqs,
             num_decode=num_decode,
-            wants_candidates=wants_candidates != 0,
+            wants_logprobs=wants_logprobs != 0,
             changes=self.changes.unpack(words),
         )

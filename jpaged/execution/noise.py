@@ -29,15 +29,14 @@ def draw_keys(seed_low: Array, seed_high: Array, sample_index: Array, positions:
     return first, second
 
 
-def gumbel(keys: tuple[Array, Array], vocabulary_size: int) -> Array:
-    """Return standard Gumbel noise, float32 [S, V], for each row and token id.
+def gumbel(keys: tuple[Array, Array], token_ids: Array) -> Array:
+    """Return standard Gumbel noise, float32 [S, N], for each row and token; `token_ids` is int32 [S, N] or [1, N].
 
     -log(-log(u)) with u = 1 - v, and v uniform in (0, 1): log1p(-v) keeps the digits of the large values, which are the
     ones that decide a draw.
     """
     first, second = (key[:, None] for key in keys)
-    token_ids = jnp.arange(vocabulary_size, dtype=jnp.uint32)[None, :]
-    bits = mix(mix(token_ids * jnp.uint32(_GOLDEN) ^ first) + second)
+    bits = mix(mix(token_ids.astype(jnp.uint32) * jnp.uint32(_GOLDEN) ^ first) + second)
     # The 24 highest bits and half a step stay exact in float32 and inside (0, 1); the low byte refines small values.
     fine = (bits >> 8).astype(jnp.float32) + ((bits & 0xFF).astype(jnp.float32) + 0.5) / 256
     v = jnp.minimum(fine / 2**24, 1 - 2**-24)

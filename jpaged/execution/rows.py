@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jpaged.execution.batch import RowChanges, RowParameters, StepBatch
+from jpaged.execution.batch import RowChanges, RowParameters, StepBatch, pack_parameters, unpack_parameters
+from jpaged.step_plan import RowSampling
 
 
 class Rows(NamedTuple):
@@ -29,18 +30,11 @@ class Rows(NamedTuple):
 def make_rows(num_rows: int, max_model_len: int, pages_per_seq: int, scratch_page: int) -> Rows:
     """Return empty rows: every page table names the scratch page, every row is greedy."""
     all_rows = num_rows + 1
+    greedy = jnp.asarray(pack_parameters(RowSampling()))
     return Rows(
         tokens=jnp.zeros((all_rows, max_model_len), jnp.int32),
         page_tables=jnp.full((1, all_rows, pages_per_seq), scratch_page, jnp.int32),
-        parameters=RowParameters(
-            temperature=jnp.zeros(all_rows, jnp.float32),
-            top_p=jnp.ones(all_rows, jnp.float32),
-            min_p=jnp.zeros(all_rows, jnp.float32),
-            top_k=jnp.zeros(all_rows, jnp.int32),
-            seed_low=jnp.zeros(all_rows, jnp.int32),
-            seed_high=jnp.zeros(all_rows, jnp.int32),
-            sample_index=jnp.zeros(all_rows, jnp.int32),
-        ),
+        parameters=jax.tree.map(lambda word: jnp.broadcast_to(word, all_rows), unpack_parameters(greedy)),
     )
 
 
@@ -90,3 +84,13 @@ def append_tokens(rows: Rows, batch: StepBatch, drawn: Array) -> Rows:
     scratch_row = rows.tokens.shape[0] - 1
     target_rows = jnp.where(batch.samples, batch.row_ids, scratch_row)
     return rows._replace(tokens=rows.tokens.at[target_rows, batch.kv_lens].set(drawn, mode="drop"))
+
+
+def enter_histories(rows: Rows, words: Array) -> Rows:
+    """Write tokens that the device never computed into the histories.
+
+    Args:
+        words: int32 [3, N], each token's row, position and id; padding names a position that no row has.
+    """
+    token_rows, positions, token_ids = words
+    return rows._replace(tokens=rows.tokens.at[token_rows, positions].set(token_ids, mode="drop"))

@@ -12,18 +12,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpaged.execution.batch import BatchLayout, StepBatch
+from jpaged.execution.batch import BatchLayout, RowFlag, RowParameters, StepBatch, pack_parameters, unpack_parameters
+from jpaged.execution.candidates import argmax
+from jpaged.execution.constraints import Constraints
+from jpaged.execution.logprobs import LOGPROB_WORDS, describe_tokens
+from jpaged.execution.processors import asks_for_processing, process
 from jpaged.execution.rows import Rows, append_tokens, apply_changes, read_tokens
-from jpaged.execution.sampler import best_candidates, sample
+from jpaged.execution.sampler import sample
 from jpaged.parallel.mesh import TENSOR_AXIS
-from jpaged.step_plan import MAX_CANDIDATES
+from jpaged.step_plan import RowSampling
 from pallas_kernels.paged_attention.api import AttentionBatch, PagedAttention, PageSpec
 
-RESULT_WORDS = 1 + 2 * MAX_CANDIDATES
+RESULT_WORDS = 1 + LOGPROB_WORDS
 
-StepFunction = Callable[[Any, Any, Rows, Array], tuple[Any, Rows, Array]]
+# (pages, rows, hidden), and with them the result
+StepFunction = Callable[[Any, Any, Rows, Array, Constraints, Array, Array], tuple[Any, Rows, Array, Array]]
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,23 @@ class StepParts:
     mesh: Mesh
 
 
-def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
-    """Return step(weights, pages, rows, words) -> (pages, rows, drawn) for one bucket.
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
 
-    `words` is the packed plan, int32 [layout.num_words]; `drawn` is int32 [S, RESULT_WORDS], for each row its token,
-    then the candidates' token ids and their logprobs' bits. Pages and rows are meant to be donated.
+
+def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
+    """One bucket's step(weights, pages, rows, hidden, constraints, words, masks) -> (pages, rows, hidden, drawn).
+
+    `words` is the packed plan, int32 [layout.num_words]; `masks` is uint32 [S, W], bits of the tokens that a grammar
+    allows; `drawn` is int32 [S, RESULT_WORDS], for each row its token and what `describe_tokens` says of it. `hidden`
+    keeps the step's hidden states for the functions that look at them again, float32 [most tokens of a step, E].
+    Pages, rows and hidden states are meant to be donated.
     """
     num_tokens = layout.bucket.num_tokens
 
-    def step(weights: Any, pages: Any, rows: Rows, words: Array) -> tuple[Any, Rows, Array]:
+    def step(
+        weights: Any, pages: Any, rows: Rows, hidden: Array, constraints: Constraints, words: Array, masks: Array
+    ) -> tuple[Any, Rows, Array, Array]:
         batch = layout.unpack(words)
         rows = apply_changes(rows, batch.changes)
         token_rows, positions = _locate_tokens(batch, num_tokens, layout.scratch_row)
@@ -58,13 +71,14 @@ def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
         )
         work = parts.attention.make_work(attention_batch, num_tokens, parts.page_spec)
         model = nnx.merge(parts.graph, weights)
-        hidden, pages = model(token_ids, positions, pages, partial(_attend, parts, work))
+        computed, pages = model(token_ids, positions, pages, partial(_attend, parts, work))
         drawn = lax.cond(
             jnp.any(batch.samples),
-            lambda: _draw(model, hidden, rows, batch),
+            lambda: _draw(parts, model, computed, rows, constraints, batch, masks),
             lambda: jnp.zeros((layout.bucket.num_rows, RESULT_WORDS), jnp.int32),
         )
-        return pages, append_tokens(rows, batch, drawn[:, 0]), drawn
+        hidden = lax.dynamic_update_slice(hidden, computed, (0, 0))
+        return pages, append_tokens(rows, batch, drawn[:, 0]), hidden, drawn
 
     return step
 
@@ -81,21 +95,35 @@ def _locate_tokens(batch: StepBatch, num_tokens: int, scratch_row: int) -> tuple
     return jnp.where(is_real, batch.row_ids[place], scratch_row), jnp.where(is_real, positions, 0)
 
 
-def _draw(model: Any, hidden: Array, rows: Rows, batch: StepBatch) -> Array:
+def _draw(
+    parts: StepParts, model: Any, hidden: Array, rows: Rows, constraints: Constraints, batch: StepBatch, masks: Array
+) -> Array:
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    logits = model.logits(hidden[last])
-    parameters = jax.tree.map(lambda kept: kept[batch.row_ids], rows.parameters)
-    count = min(MAX_CANDIDATES, logits.shape[1])
+    # Every device draws for itself: what follows looks at parts of the vocabulary, each row at others.
+    logits = lax.with_sharding_constraint(model.logits(hidden[last]), replicated(parts.mesh))
+    parameters = _of_drawing_rows(rows.parameters, batch)
+    processes = asks_for_processing(parameters, batch)
 
-    def candidates() -> Array:
-        token_ids, logprobs = best_candidates(logits, parameters, count)
-        padding = ((0, 0), (0, MAX_CANDIDATES - count))  # of a vocabulary that is smaller: never the best
-        logprobs = jnp.pad(logprobs, padding, constant_values=-jnp.inf)
-        return jnp.stack([jnp.pad(token_ids, padding), lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1)
+    def with_all() -> Array:
+        change = lambda logits: process(logits, rows, constraints, parameters, batch, masks)  # noqa: E731
+        return sample(lax.cond(processes, change, lambda logits: logits, logits), parameters, batch.kv_lens)
 
-    found = lax.cond(batch.wants_candidates, candidates, lambda: jnp.zeros((len(logits), 2, MAX_CANDIDATES), jnp.int32))
-    tokens = sample(logits, parameters, batch.kv_lens)
-    return jnp.concatenate([tokens[:, None], found.reshape(len(logits), -1)], axis=1)
+    # A batch that is plainly greedy does not even copy its logits.
+    tokens = lax.cond(processes | jnp.any(parameters.temperature > 0), with_all, lambda: argmax(logits))
+
+    def logprobs() -> Array:
+        divides = parameters.has(RowFlag.BEAM) & (parameters.temperature > 0)
+        return describe_tokens(logits, tokens, jnp.where(divides, parameters.temperature, 1.0))
+
+    nothing = jnp.zeros((len(logits), LOGPROB_WORDS), jnp.int32)
+    return jnp.concatenate([tokens[:, None], lax.cond(batch.wants_logprobs, logprobs, lambda: nothing)], axis=1)
+
+
+def _of_drawing_rows(parameters: RowParameters, batch: StepBatch) -> RowParameters:
+    """Each place's parameters, entries [S]; places that draw nothing ask for nothing."""
+    kept = jax.tree.map(lambda values: values[batch.row_ids], parameters)
+    plain = jax.tree.map(lambda word: word[None], unpack_parameters(jnp.asarray(pack_parameters(RowSampling()))))
+    return jax.tree.map(lambda values, word: jnp.where(batch.samples, values, word), kept, plain)
 
 
 def _attend(

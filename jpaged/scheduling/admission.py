@@ -57,13 +57,21 @@ def admit(books: Books, plan: StepPlan, group: SequenceGroup, hits: list[CachedP
             books.hold_until_read(table)
         for sequence in group.live:
             books.enter_pages(plan, sequence, 0)
+            _enter_history(plan, sequence)
         return
     leader = group.live[0]
     _begin_with(books, plan, leader, hits)
     if not group.num_preemptions:
         group.num_cached_tokens = leader.num_planned_tokens
+    _enter_history(plan, leader)
     for digest in leader.digests[len(leader.chain) :]:
         books.being_computed.setdefault(digest, leader)
+
+
+def _enter_history(plan: StepPlan, sequence: Sequence) -> None:
+    """Tell the device the tokens that it will not compute, if what it draws depends on them."""
+    if sequence.num_planned_tokens and sequence.sampling.reads_history:
+        plan.histories.append((sequence.row, sequence.token_ids[: sequence.num_planned_tokens]))
 
 
 def _begin_with(books: Books, plan: StepPlan, sequence: Sequence, hits: list[CachedPage]) -> None:

@@ -12,10 +12,11 @@ def advance_beams(books: Books, group: SequenceGroup, places: list[int], result:
         places: where the group's sequences stand in the result, in their order.
     """
     beams, parents = group.beams, list(group.live)
-    assert beams is not None and result.candidate_ids is not None and result.candidate_logprobs is not None
+    found = result.logprobs
+    assert beams is not None and found is not None
     chosen = beams.advance(
         [sequence.output_token_ids for sequence in parents],
-        [(result.candidate_ids[place].tolist(), result.candidate_logprobs[place].tolist()) for place in places],
+        [(found.candidate_ids[place].tolist(), found.candidate_logprobs[place].tolist()) for place in places],
     )
     if not chosen:
         for sequence in parents:

@@ -6,6 +6,7 @@ is made while the step before it is in flight, so the newest token of a decode r
 
 from dataclasses import dataclass, field
 
+from jpaged.decoding.stopping import Finish
 from jpaged.errors import CapacityError
 from jpaged.paging.page_pool import PagePool
 from jpaged.paging.page_table import PageTable
@@ -15,19 +16,22 @@ from jpaged.scheduling.beams import advance_beams
 from jpaged.scheduling.books import FULL_ATTENTION_GROUP, Books, SchedulerConfig
 from jpaged.scheduling.preemption import CostModel, distinct_pages, drop_pages, num_tokens_to_recompute, swap_out
 from jpaged.scheduling.sequence import Sequence, SequenceGroup
+from jpaged.scheduling.wishes import note_wishes
 from jpaged.step_plan import ON_DEVICE, StepPlan, StepResult
 
 __all__ = ["Progress", "Scheduler", "SchedulerConfig"]
+
+NO_TOKEN_LEFT = "the grammar and the request's other constraints leave no token to draw"
 
 Work = list[tuple[Sequence, int]]  # sequences and how many tokens each computes
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a commit changed: the sequences that gained a token (and whether it was their last: `sequence.finish`), and
-    the beam groups that are done."""
+    """What a commit changed: the sequences that gained a token, with their places in the plan (and whether it was their
+    last: `sequence.finish`), and the beam groups that are done. One that ended by an error has gained none."""
 
-    sequences: list[Sequence] = field(default_factory=list[Sequence])
+    sequences: list[tuple[Sequence, int]] = field(default_factory=list[tuple[Sequence, int]])
     beam_groups: list[SequenceGroup] = field(default_factory=list[SequenceGroup])
 
 
@@ -143,6 +147,11 @@ class Scheduler:
         for sequence in list(group.live):
             self.books.end(sequence)
 
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """End a sequence for a reason that only the text shows. Its token in flight is dropped."""
+        sequence.finish = finish
+        self.books.end(sequence)
+
     def plan(self) -> StepPlan | None:
         """Choose the next step's work and reserve its pages; `None` if there is nothing to do before a commit."""
         books = self.books
@@ -177,9 +186,14 @@ class Scheduler:
             if group.beams is not None:
                 candidates.setdefault(group, {})[sequence] = place
                 continue
+            progress.sequences.append((sequence, place))
+            if sequence.grammar is not None and not sequence.grammar.accept(token_id):
+                self.finish(sequence, Finish("error", sequence.grammar.failure or NO_TOKEN_LEFT))
+                continue
             token_ids.append(token_id)
             sequence.finish = group.stop_rules.check(token_id, len(token_ids))
-            progress.sequences.append(sequence)
+            if sequence.grammar is not None and sequence.finish is None and sequence.grammar.is_finished:
+                sequence.finish = Finish("stop")
             if caching and len(token_ids) // size > len(sequence.chain):
                 books.publish(sequence, books.next_step - 1)
             if sequence.finish is not None:
@@ -229,9 +243,11 @@ class Scheduler:
 
         `False` if it is anything else, and then nothing has happened.
         """
-        if len(group.live) != 1 or group.beams is not None:
+        if len(group.live) != 1 or group.beams is not None or group.num_logprobs is not None:
             return False
         sequence = group.live[0]
+        if sequence.grammar is not None:
+            return False
         position, table = sequence.num_planned_tokens, sequence.table
         num_known = len(sequence.token_ids)
         num_tokens = num_known + sequence.num_in_flight
@@ -337,6 +353,8 @@ class Scheduler:
         end = start + count
         known = sequence.token_ids
         samples = end == len(known) + sequence.num_in_flight
+        if samples or sequence.group.num_scored < sequence.group.prompt_length:
+            note_wishes(plan, sequence, end, samples)
         plan.sequence_ids.append(sequence.sequence_id)
         plan.row_ids.append(sequence.row)
         plan.starts.append(start)
@@ -346,7 +364,6 @@ class Scheduler:
         sequence.num_planned_tokens = end
         if samples:
             sequence.num_in_flight += 1
-            plan.wants_candidates |= sequence.group.beams is not None
         self.books.publish(sequence, plan.step)
 
     def _make_room(self, plan: StepPlan, group: SequenceGroup, work: Work) -> bool:

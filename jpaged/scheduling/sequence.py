@@ -3,6 +3,7 @@
 from typing import Self
 
 from jpaged.decoding.beam_search import BeamSearch
+from jpaged.decoding.grammar import GrammarMatcher
 from jpaged.decoding.stopping import Finish, StopRules
 from jpaged.paging.page_table import PageTable
 from jpaged.paging.prefix_cache import CachedPage
@@ -20,6 +21,7 @@ class Sequence:
         num_planned_tokens: tokens whose KV the dispatched steps have computed or will compute.
         num_in_flight: tokens drawn by dispatched steps whose results have not come back.
         row: its place on the device while it runs, else -1.
+        grammar: says which tokens may come next; `None` for any.
         digests: names of its first full pages, made as they are needed.
         chain: the cache's entries for its first pages that are named.
     """
@@ -28,6 +30,7 @@ class Sequence:
         "chain",
         "digests",
         "finish",
+        "grammar",
         "group",
         "index",
         "num_in_flight",
@@ -54,6 +57,7 @@ class Sequence:
         self.digests: list[bytes] = []
         self.chain: list[CachedPage] = []
         self.finish: Finish | None = None
+        self.grammar: GrammarMatcher | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,12 +69,15 @@ class Sequence:
         """Tokens a plan could compute now.
 
         0 when the tokens in flight already bring the sequence to its end, since nothing is drawn after the last one;
-        and 0 for a beam with a token in flight: which token it goes on with is decided on the host.
+        and 0 while the host must first see the token in flight: it decides which token a beam goes on with, and what a
+        grammar allows next.
         """
         in_flight = self.num_in_flight
         num_tokens = len(self.token_ids) + in_flight
         group = self.group
-        if num_tokens >= group.stop_rules.max_length or (in_flight and group.beams is not None):
+        if num_tokens >= group.stop_rules.max_length or (
+            in_flight and (group.beams is not None or self.grammar is not None)
+        ):
             return 0
         return num_tokens - self.num_planned_tokens
 
@@ -102,6 +109,9 @@ class SequenceGroup:
         width: most sequences at one time.
         spare_rows: rows that it holds for sequences to come: beams multiply.
         beams: the search that decides how beams go on; `None` for samples.
+        num_logprobs, num_prompt_logprobs: logprobs wanted for each token drawn, and for each token of the prompt;
+            `None` for none, -1 for those of the whole vocabulary.
+        num_scored: tokens of the prompt whose logprobs have been planned, or are not wanted: the first has none.
         cache_keys: what else the KV depends on, besides tokens.
         reads_cache: whether it may use cached pages.
         publishes: whether its own pages may be cached; no longer, once the cache was flushed while it ran.
@@ -119,7 +129,10 @@ class SequenceGroup:
         "live",
         "most_pages",
         "num_cached_tokens",
+        "num_logprobs",
         "num_preemptions",
+        "num_prompt_logprobs",
+        "num_scored",
         "priority",
         "prompt_token_ids",
         "publishes",
@@ -138,6 +151,8 @@ class SequenceGroup:
         width: int = 1,
         priority: int = 0,
         beams: BeamSearch | None = None,
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
         cache_keys: tuple[str, ...] = (),
         reads_cache: bool = True,
     ) -> None:
@@ -147,6 +162,9 @@ class SequenceGroup:
         self.width = width
         self.priority = priority
         self.beams = beams
+        self.num_logprobs = num_logprobs
+        self.num_prompt_logprobs = num_prompt_logprobs
+        self.num_scored = 1 if num_prompt_logprobs is not None else len(prompt_token_ids)
         self.cache_keys = cache_keys
         self.reads_cache = reads_cache
         self.live: list[Sequence] = []
@@ -157,6 +175,10 @@ class SequenceGroup:
         self.most_pages = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_token_ids)
 
     @property
     def fork_length(self) -> int:

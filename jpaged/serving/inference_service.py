@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -22,8 +22,10 @@ from jpaged.errors import (
     JpagedError,
     QueueFullError,
 )
+from jpaged.params import SamplingParams
 from jpaged.request import OutputDelta
-from jpaged.serving.messages import read_messages, read_method, read_prefix, read_prompt, write_delta, write_output
+from jpaged.serving.messages import read_chat, read_prefix, read_prompt, write_delta, write_output
+from jpaged.serving.method_messages import read_method
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1 import inference_pb2_grpc
 
@@ -100,7 +102,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return True
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with self._call(request, context) as log, aclosing(self._deltas(request, log)) as deltas:
+        async with self._call(request, context) as log, aclosing(self._deltas(request, log, whole=True)) as deltas:
             last: OutputDelta | None = None
             async for delta in deltas:
                 last = delta
@@ -112,8 +114,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         async with self._call(request, context) as log, aclosing(self._deltas(request, log)) as deltas:
+            is_first = True
             async for delta in deltas:
-                yield write_delta(delta)
+                yield write_delta(delta, is_first=is_first)
+                is_first = False
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         return await _answer(context, self._tokenize(request))
@@ -167,16 +171,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if not self._num_active:
             self._idle.set()
 
-    async def _deltas(self, request: pb.GenerateRequest, log: _CallLog) -> AsyncGenerator[OutputDelta]:
+    async def _deltas(
+        self, request: pb.GenerateRequest, log: _CallLog, *, whole: bool = False
+    ) -> AsyncGenerator[OutputDelta]:
+        """What the engine yields for a request; if only the `whole` matters, without what `output_kind` costs."""
         llm = self._open_llm(request.model)
         if self._state == pb.SERVER_STATE_DRAINING:
             raise _StatusError(grpc.StatusCode.UNAVAILABLE, "the server is draining; use another one")
         params = read_method(request)
+        if whole and isinstance(params, SamplingParams):
+            params = replace(params, output_kind="delta")
         prompt = await asyncio.to_thread(read_prompt, request, llm.render_chat)
         async with aclosing(llm.generate(prompt, params, log.request_id)) as stream:
             async for delta in stream:
                 log.prompt_tokens = len(delta.request.prompt_token_ids)
-                log.generated_tokens += len(delta.token_ids)
+                log.generated_tokens = sum(len(completion.token_ids) for completion in delta.request.outputs)
                 yield delta
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
@@ -185,7 +194,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if kind is None:
             raise InvalidRequestError("input is not set; give text or chat")
         if kind == "chat":
-            rendered = await asyncio.to_thread(llm.render_chat, read_messages(request.chat))
+            rendered = await asyncio.to_thread(llm.render_chat, *read_chat(request.chat))
             assert isinstance(rendered, dict)
             return pb.TokenizeResponse(token_ids=rendered["prompt_token_ids"])
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True

@@ -1,11 +1,10 @@
 """OpenAI's batch format: a request a line in, an answer a line out, and an interrupted run goes on where it stopped.
 
-https://platform.openai.com/docs/guides/batch describes the format.
+https://platform.openai.com/docs/guides/batch describes the format; openai_format has the bodies.
 """
 
 import json
 import os
-import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,37 +13,11 @@ from typing import IO, Any, TypeGuard
 from jpaged.engine.engine import Engine
 from jpaged.engine.llm import render_chat
 from jpaged.errors import InvalidRequestError, JpagedError
-from jpaged.request import Prompt, RequestOutput, SamplingParams
+from jpaged.params import SamplingParams
+from jpaged.request import Prompt, RequestOutput
+from jpaged.serving.openai_format import CHAT_URL, COMPLETIONS_URL, read_chat, read_params, read_prompt, write_body
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
 _QUEUED_PER_ROW = 2  # requests handed to the engine ahead, so that a long file need not fit in memory as requests
-# Body field -> SamplingParams field. What is in neither table is refused.
-_SAMPLING_FIELDS = {
-    "max_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
-# Fields that do not bear on the answer, or only with a value that asks for nothing.
-_WITHOUT_EFFECT = frozenset({"model", "user", "metadata", "store"})
-_ONLY_DEFAULT = {
-    "n": 1,
-    "stream": False,
-    "logprobs": False,
-    "echo": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-}
-_KINDS: dict[str, tuple[type, str]] = {
-    "stop_token_ids": (list, "a list of token ids"),
-    "ignore_eos": (bool, "true or false"),
-}
 _ANSWER_START = '{"id": "batch_req_'  # of every line written here
 
 
@@ -165,72 +138,18 @@ def parse_line(text: str, engine: Engine) -> BatchLine:
         raise InvalidRequestError(f"this is no JSON ({error}): {text[:80]!r}") from error
     if not isinstance(request, dict) or not isinstance(request.get("body"), dict):
         raise InvalidRequestError('a request is an object {"custom_id": ..., "url": ..., "body": {...}}')
-    custom_id, url, body = request.get("custom_id"), request.get("url"), dict(request["body"])
+    custom_id, url, body = request.get("custom_id"), request.get("url"), request["body"]
     if not isinstance(custom_id, str) or not custom_id:
         raise InvalidRequestError(f"custom_id is {custom_id!r}, it must be a text that names the line")
     if url not in (CHAT_URL, COMPLETIONS_URL):
         raise InvalidRequestError(f"url is {url!r}, it must be {CHAT_URL} or {COMPLETIONS_URL}")
-    prompt = _read_chat(body, engine) if url == CHAT_URL else _read_prompt(body)
-    return BatchLine(custom_id, url, prompt, _read_params(body, url))
-
-
-def _read_chat(body: dict[str, Any], engine: Engine) -> Prompt:
-    messages = body.pop("messages", None)
-    well_formed = isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)
-    if not well_formed:
-        raise InvalidRequestError(f"body.messages is {str(messages)[:80]!r}, it must be a list of messages")
-    return render_chat(engine.tokenizer, messages)
-
-
-def _read_prompt(body: dict[str, Any]) -> Prompt:
-    prompt = body.pop("prompt", None)
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(isinstance(token_id, int) for token_id in prompt):
-        return {"prompt_token_ids": prompt}
-    raise InvalidRequestError(f"body.prompt is {str(prompt)[:80]!r}, it must be a text or a list of token ids")
-
-
-def _read_params(body: dict[str, Any], url: str) -> SamplingParams:
-    values: dict[str, Any] = {"max_tokens": None} if url == CHAT_URL else {}
-    if body.get("max_tokens") is not None and body.get("max_completion_tokens") is not None:
-        raise InvalidRequestError("body.max_tokens and body.max_completion_tokens say the same; give one of them")
-    for name, value in body.items():
-        if name in _WITHOUT_EFFECT or value is None:
-            continue
-        kind, description = _KINDS.get(name, (object, ""))
-        if not isinstance(value, kind):
-            raise InvalidRequestError(f"body.{name} is {value!r}, it must be {description}")
-        if name in _SAMPLING_FIELDS:
-            values[_SAMPLING_FIELDS[name]] = value
-        elif name not in _ONLY_DEFAULT:
-            known = sorted({*_SAMPLING_FIELDS, *_WITHOUT_EFFECT})
-            raise InvalidRequestError(f"body.{name} is not supported; supported are {', '.join(known)}")
-        elif value != _ONLY_DEFAULT[name] or isinstance(value, bool) != isinstance(_ONLY_DEFAULT[name], bool):
-            raise InvalidRequestError(f"body.{name} is {value!r}, only {_ONLY_DEFAULT[name]!r} is supported")
-    return SamplingParams(**values)
+    params = read_params(body, url)
+    prompt = render_chat(engine.tokenizer, *read_chat(body)) if url == CHAT_URL else read_prompt(body)
+    return BatchLine(custom_id, url, prompt, params)
 
 
 def _answer(line: BatchLine, output: RequestOutput, model_name: str, engine: Engine) -> dict[str, Any]:
-    completion = output.outputs[0]
-    is_chat = line.url == CHAT_URL
-    content: dict[str, Any] = (
-        {"message": {"role": "assistant", "content": completion.text}} if is_chat else {"text": completion.text}
-    )
-    if engine.tokenizer is None:  # the format has no field for token ids, but there is no text
-        content["token_ids"] = completion.token_ids
-    body = {
-        "id": output.request_id,
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model_name,
-        "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": completion.finish_reason}],
-        "usage": {
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(completion.token_ids),
-            "total_tokens": len(output.prompt_token_ids) + len(completion.token_ids),
-        },
-    }
+    body = write_body(line.url, line.params, output, model_name, engine.tokenizer)
     response = {"status_code": 200, "request_id": output.request_id, "body": body}
     return {"id": f"batch_req_{output.request_id}", "custom_id": line.custom_id, "response": response, "error": None}
 

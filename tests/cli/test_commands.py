@@ -97,20 +97,30 @@ def test_generate_without_a_tokenizer_prints_token_ids(run_model, tmp_path):
 
 
 def test_chat_remembers_until_told_to_forget(run_model, expected):
-    turns = ["hello", "you", "/stats", "/reset", "  hello ", "/what", "/exit", "never read"]
+    turns = ["hello", "you", "/stats", "/reset", "  hello ", "/what", '"""hel', 'lo"""', "/exit", "never read"]
     result = run_model("chat", *SHORT, stdin="\n".join(turns))
     [first] = expected([user("hello")])
     [second] = expected([user("hello"), assistant(first), user("you")])
     assert result.exit_code == 0
-    assert result.stdout == f"{first}\n{second}\n{first}\n"
-    assert "6 generated (length)" in result.stderr and "100 of 100 free now" in result.stderr
-    assert result.stderr.count("/reset forgets") == 2  # at the start, and for what is no command
+    [fourth] = expected([user("hello"), assistant(first), user("hel\nlo")])
+    assert result.stdout == f"{first}\n{second}\n{first}\n{fourth}\n"
+    assert result.stderr.count(" cached), 6 generated (length); first token after ") == 4
+    assert "100 of 100 free now" in result.stderr
+    assert result.stderr.count("forget the conversation, but not the system message") == 1  # for what is no command
 
 
 def test_chat_begins_with_the_system_message_again_after_a_reset(run_model, expected):
     result = run_model("chat", "--system", "he", *SHORT, stdin="hello\n/reset\nhello\n")
     [answer] = expected([{"role": "system", "content": "he"}, user("hello")])
     assert result.stdout == f"{answer}\n{answer}\n"
+
+
+def test_chat_changes_the_system_message_and_keeps_the_conversation(run_model, expected):
+    result = run_model("chat", *SHORT, stdin="/system\nhello\n/system  he you\n/system\nyou\n")
+    [first] = expected([user("hello")])
+    [second] = expected([{"role": "system", "content": "he you"}, user("hello"), assistant(first), user("you")])
+    assert result.stdout == f"{first}\n{second}\n"
+    assert "There is no system message." in result.stderr and result.stderr.count("System message: he you") == 2
 
 
 def test_chat_forgets_a_turn_that_is_refused(run_model, expected):
@@ -242,3 +252,57 @@ def test_a_process_of_its_own(chat_model, expected, tmp_path):
     )
     assert (bad.returncode, bad.stdout) == (2, "")
     assert "Traceback" not in bad.stderr and bad.stderr.strip().splitlines()[-1].startswith("Error: no model ")
+
+
+@pytest.fixture
+def one_engine(monkeypatch):
+    """Commands use one engine instead of starting another."""
+    engines = []
+
+    def start(config):
+        engines[:] = engines or [LLM(config.model, **config.options())]
+        return engines[0]
+
+    monkeypatch.setattr("jpaged.cli.generate.start_llm", start)
+
+
+def test_generate_takes_parameters_of_every_kind(run_model, expected, one_engine, tmp_path):
+    [plain] = expected("hello")
+    letter = plain[3]
+    stopped = run_model("generate", "hello", "--stop", letter, "--stop", "never said", *SHORT)
+    assert stopped.stdout == plain[: plain.index(letter)] + "\n"
+    assert run_model("generate", "hello", "--stop", letter, "--include-stop", *SHORT).stdout == (
+        plain[: plain.index(letter) + 1] + "\n"
+    )
+    assert letter not in run_model("generate", "hello", "--bad-word", letter, *SHORT).stdout[:-1]
+    biased = run_model("generate", "hello", "--logit-bias", "65=-1e3", "--logit-bias", "64=1e3", *SHORT).stdout
+    allowed = run_model("generate", "hello", "--allowed-token-id", 64, *SHORT).stdout
+    assert len(set(biased[:-1])) == 1 and biased == allowed
+    ids = run_model("generate", "hello", "--no-detokenize", "--stop-token-id", 64, "--logit-bias", "64=1e3").stdout
+    assert ids == "64 \n"
+
+    (tmp_path / "grammar").write_text('start: "x" /[yz]/', encoding="utf-8")
+    (tmp_path / "schema.json").write_text('{"enum": ["na", "né"]}', encoding="utf-8")
+    for arguments, answers in (
+        (("--choice", "yes", "--choice", "no"), {"yes", "no"}),
+        (("--regex", "[ab]c"), {"ac", "bc"}),
+        (("--grammar", tmp_path / "grammar"), {"xy", "xz"}),
+        (("--json-schema", tmp_path / "schema.json"), {'"na"', '"né"'}),
+    ):
+        assert run_model("generate", "hello", *arguments).stdout[:-1] in answers
+    assert run_model("generate", "hello", "--json-object", "--max-tokens", 1).stdout == "{\n"
+    bad = run_model("generate", "hello", "--regex", "(")
+    assert bad.exit_code == 2 and "structured_outputs.regex cannot be compiled" in bad.stderr
+
+
+def test_generate_writes_logprobs_as_json(run_model, expected):
+    result = run_model("generate", "hello", "--logprobs", 2, "--prompt-logprobs", 0, *SHORT)
+    answer = json.loads(result.stdout)
+    assert answer["text"] == expected("hello")[0] and len(answer["logprobs"]) == 6
+    for token in answer["logprobs"]:
+        assert set(token) == {"id", "token", "logprob", "rank", "top"} and token["rank"] == 1
+        assert token["top"][0] == {name: token[name] for name in ("id", "token", "logprob", "rank")}
+        assert len(token["top"]) == 2
+    first, *others = answer["prompt_logprobs"]
+    assert first is None and [token["token"] for token in others] == ["l", "l", "o"]
+    assert all("top" not in token for token in others)

@@ -9,7 +9,7 @@ import typer
 
 from jpaged.cli.app import app
 from jpaged.config import EngineConfig
-from jpaged.request import SamplingParams
+from jpaged.params import BeamSearchParams, SamplingParams, StructuredOutputs
 
 ROOT: Any = typer.main.get_command(app)
 
@@ -42,10 +42,27 @@ def test_there_is_an_option_for_every_field_of_the_engine():
 
 
 def test_sampling_options_are_fields_of_sampling_params():
-    names = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos"}
-    assert names <= set(SamplingParams.__dataclass_fields__)
-    for path in (("generate",), ("chat",), ("client", "generate"), ("client", "chat")):
-        assert names <= {parameter.name for parameter in dict(commands(ROOT))[path].params}
+    """There is an option for every field that makes sense: a terminal is no stream, and a conversation has one answer
+    at a time, which is text."""
+    names = set(SamplingParams.__dataclass_fields__) - {"output_kind", "structured_outputs"}
+    names |= set(StructuredOutputs.__dataclass_fields__)
+    only_whole_answers = {"n", "logprobs", "prompt_logprobs", "detokenize"}
+    beams = set(BeamSearchParams.__dataclass_fields__)
+    for path, expected in (
+        (("generate",), names | beams),
+        (("client", "generate"), names | beams),
+        (("chat",), names - only_whole_answers),
+        (("client", "chat"), names - only_whole_answers),
+    ):
+        assert expected <= {parameter.name for parameter in dict(commands(ROOT))[path].params}
+
+
+def test_the_help_of_many_options_comes_in_panels(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    for path in (("generate",), ("client", "chat")):
+        panels = re.findall(r"^╭─ ([^─]+) ─", run(*path, "--help").stdout, re.MULTILINE)
+        assert {"Options", "Sampling", "What may be drawn", "Structured output", "When it ends"} <= set(panels)
+        assert len(panels) == len(set(panels))
 
 
 def test_without_a_command_the_commands_are_listed(run):

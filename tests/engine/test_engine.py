@@ -2,14 +2,16 @@
 
 import dataclasses
 import random
+import shutil
 
 import numpy as np
 import pytest
 
-from jpaged import LLM, CapacityError, ConfigError, InvalidRequestError, SamplingParams
+from jpaged import LLM, CapacityError, ConfigError, InvalidRequestError, ModelError, SamplingParams
 from jpaged.metrics import EngineStats
 from jpaged.request import TokensPrompt
 from tests.fakes.dense_attention import dense_logits
+from tests.fakes.tiny_models import TINY_LLAMA, write_random_checkpoint
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[TokensPrompt]:
@@ -302,3 +304,47 @@ def test_a_configuration_that_cannot_work_fails_before_weights_load(make_llm, mo
     monkeypatch.setattr("jpaged.engine.startup.load_weights", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ConfigError, match=message):
         make_llm(**options)
+
+
+def test_changed_weights_find_no_old_kv(make_llm, tiny_dirs, tmp_path):
+    """Reloaded under the same name: cached tokens are 0, and the tokens are those of a new engine."""
+    place = tmp_path / "model"
+    shutil.copytree(tiny_dirs["llama"], place)
+    llm = LLM(
+        str(place),
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        page_size=4,
+        num_pages=400,
+    )
+    prompts = random_prompts(6, seed=30, longest=40)
+    assert tokens(llm.generate(prompts, greedy())) == tokens(make_llm().generate(prompts, greedy()))
+    assert any(output.num_cached_tokens for output in llm.generate(prompts, greedy()))
+    llm.pin_prefix("kept", prompts[0])
+    write_random_checkpoint(TINY_LLAMA, place, seed=1)
+    before = llm.stats().compilations_after_ready
+    llm.reload_weights()
+    assert (llm.stats().pages_used, llm.stats().pages_cached) == (0, 0)
+    outputs = llm.generate(prompts, greedy())
+    assert [output.num_cached_tokens for output in outputs] == [0] * 6
+    assert llm.stats().compilations_after_ready == before
+    fresh = LLM(
+        str(place),
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        page_size=4,
+        num_pages=400,
+    )
+    assert tokens(outputs) == tokens(fresh.generate(prompts, greedy()))
+    with pytest.raises(ModelError, match="differs from the running model in"):
+        llm.reload_weights(str(tiny_dirs["opt"]))
+    stream = llm.stream(prompts[0], greedy())
+    next(stream)
+    with pytest.raises(InvalidRequestError, match="1 requests are running"):
+        llm.reload_weights()
+    stream.close()
+    assert tokens(llm.generate(prompts, greedy())) == tokens(outputs)

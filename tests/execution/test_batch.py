@@ -27,7 +27,7 @@ def test_round_trip():
         samples=[True, True, False],
         num_decode=2,
         token_ids=[ON_DEVICE, 77, 1, 2, 3, 4, 5],
-        wants_candidates=True,
+        wants_logprobs=True,
         rows_taken=[(3, sampling)],
         row_copies=[(2, 0), (0, 2)],
         new_pages=[(0, 0, 1, 55), (0, 3, 0, 8), (0, 3, 1, 7)],
@@ -39,7 +39,7 @@ def test_round_trip():
     assert batch.kv_lens.tolist() == [10, 5, 5, 0]
     assert batch.samples.tolist() == [True, True, False, False]
     assert (batch.num_seqs, batch.num_decode) == (3, 2)
-    assert batch.wants_candidates
+    assert batch.wants_logprobs
     changes = batch.changes
     assert changes.copy_sources.tolist() == [2, 0, SCRATCH_ROW, SCRATCH_ROW]
     assert changes.copy_targets.tolist() == [0, 2, SCRATCH_ROW, SCRATCH_ROW]

@@ -10,7 +10,7 @@ from jpaged.scheduling.sequence import Sequence, SequenceGroup
 from jpaged.step_plan import RowSampling, StepPlan, StepResult
 from tests.fakes.simulated_runner import SimulatedRunner
 
-GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+GREEDY = RowSampling()
 
 
 class Loop:
@@ -28,6 +28,7 @@ class Loop:
         self.groups: list[SequenceGroup] = []
         self.sequences: list[Sequence] = []
         self.plans: list[StepPlan] = []
+        self.prompt_scores: dict[tuple[int, int], float] = {}  # by group and position
         self.peak_pages = 0
 
     def add(
@@ -38,6 +39,8 @@ class Loop:
         *,
         n: int = 1,
         beams: BeamSearch | None = None,
+        sampling: RowSampling = GREEDY,
+        grammar=None,
         **settings,
     ) -> Sequence:
         """Queue a request; return its first sequence. All of them are in `sequences`."""
@@ -47,8 +50,10 @@ class Loop:
         rules = StopRules(eos, frozenset(), len(prompt) + max_tokens)
         group = SequenceGroup(len(self.groups), prompt, rules, width=width, beams=beams, **settings)
         for index in range(n):
-            sampling = replace(GREEDY, sample_index=index)
-            group.live.append(Sequence(scheduler.new_sequence_id(), group, index, sampling, scheduler.new_page_table()))
+            row = replace(sampling, sample_index=index)
+            sequence = Sequence(scheduler.new_sequence_id(), group, index, row, scheduler.new_page_table())
+            sequence.grammar = grammar and grammar.copy()
+            group.live.append(sequence)
         self.groups.append(group)
         self.sequences += group.live
         scheduler.add(group)
@@ -63,7 +68,11 @@ class Loop:
             self.plans.append(plan)
             self.in_flight.append((plan, self.runner.run(plan)))
         if self.in_flight and (plan is None or not self.overlap or len(self.in_flight) > 1):
-            self.scheduler.commit(*self.in_flight.popleft())
+            plan, result = self.in_flight.popleft()
+            self.scheduler.commit(plan, result)
+            for token, logprob in zip(plan.scored, result.scored.logprobs if result.scored else (), strict=True):
+                assert (token.group_id, token.position) not in self.prompt_scores, "a token is scored twice"
+                self.prompt_scores[token.group_id, token.position] = float(logprob)
             self.scheduler.check_invariants()
 
     def run(self, max_steps: int = 10_000) -> None:

@@ -18,7 +18,7 @@ from jpaged.step_plan import RowSampling
 
 Keys = tuple[str, ...]
 _RULES = StopRules(frozenset(), frozenset(), 10**9)
-_GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, sample_index=0)
+_GREEDY = RowSampling()
 _GARBAGE = -1
 
 

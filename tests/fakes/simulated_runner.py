@@ -7,9 +7,10 @@ page, a page given to two sequences, a missing copy or a stale row changes the o
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jpaged.decoding.beam_search import BeamSearch, Hypothesis
-from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, StepPlan, StepResult
+from jpaged.step_plan import MAX_CANDIDATES, ON_DEVICE, Logprobs, StepPlan, StepResult
 from tests.fakes.plan_checks import check_plan
 
 VOCABULARY = 997
@@ -33,6 +34,17 @@ def candidates(tokens: list[int]) -> tuple[list[int], list[float]]:
     token_ids = [(value + 37 * rank) % VOCABULARY for rank in range(MAX_CANDIDATES)]
     spread = [2 + rank + value % 7 + rank * (value % 3) for rank in range(MAX_CANDIDATES)]
     return token_ids, [float(np.float32(-math.log(number))) for number in spread]
+
+
+def next_allowed(token: int, mask: NDArray[np.uint32]) -> int:
+    """The first token from `token` on that a mask allows."""
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCABULARY])
+    return int(min(allowed, key=lambda other: (other - token) % VOCABULARY))
+
+
+def score(tokens: list[int]) -> int:
+    """A number for the last of the tokens, behind the others."""
+    return hash_of(tokens) % 10_007
 
 
 def generate(prompt: list[int], num_tokens: int, eos: frozenset[int] = frozenset(), sample_index: int = 0) -> list[int]:
@@ -62,6 +74,8 @@ class SimulatedRunner:
         self.tables: list[dict[int, int]] = [{} for _ in range(num_rows)]
         self.drawn: list[int | None] = [None] * num_rows
         self.sample_index = [0] * num_rows
+        self.reads_history = [False] * num_rows
+        self.histories: list[dict[int, int]] = [{} for _ in range(num_rows)]  # what penalties would see
         self.num_computed_tokens = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -75,7 +89,10 @@ class SimulatedRunner:
         for row, start, count in zip(plan.row_ids, plan.starts, plan.counts, strict=True):
             for offset, token in enumerate(plan.token_ids[first : first + count]):
                 page, slot = divmod(start + offset, self.page_size_tokens)
-                self.pages[self.tables[row][page]][slot] = self.drawn[row] if token == ON_DEVICE else token
+                token = self.drawn[row] if token == ON_DEVICE else token
+                assert token is not None, "nothing was drawn before"
+                self.pages[self.tables[row][page]][slot] = token
+                self.histories[row][start + offset] = token
             first += count
         self.num_computed_tokens += first
         return self._draw(plan)
@@ -94,6 +111,13 @@ class SimulatedRunner:
             self.tables[row] = {}
             self.drawn[row] = None
             self.sample_index[row] = sampling.sample_index
+            self.reads_history[row] = sampling.reads_history
+            self.histories[row] = {}
+        for row, token_ids in plan.histories:
+            self.histories[row] = dict(enumerate(token_ids))
+        histories = [dict(self.histories[source]) for source, _ in plan.row_copies]
+        for (_, target), history in zip(plan.row_copies, histories, strict=True):
+            self.histories[target] = history
         tables = [dict(self.tables[source]) for source, _ in plan.row_copies]
         for (_, target), table in zip(plan.row_copies, tables, strict=True):
             self.tables[target] = table
@@ -105,13 +129,33 @@ class SimulatedRunner:
         token_ids = np.zeros(num_seqs, np.int32)
         best = np.zeros((num_seqs, MAX_CANDIDATES), np.int32)
         logprobs = np.zeros((num_seqs, MAX_CANDIDATES), np.float32)
+        masks = dict(plan.masks)
         for place, (row, start, count) in enumerate(zip(plan.row_ids, plan.starts, plan.counts, strict=True)):
             if plan.samples[place]:
                 history = self._history(row, start + count)
-                self.drawn[row] = token_ids[place] = next_token(history, self.sample_index[row])
-                if plan.wants_candidates:
+                if self.reads_history[row]:
+                    seen = [self.histories[row].get(position) for position in range(len(history))]
+                    assert seen == history, "penalties would see other tokens than the sequence has"
+                drawn = next_token(history, self.sample_index[row])
+                drawn = next_allowed(drawn, masks[place]) if place in masks else drawn
+                self.drawn[row] = token_ids[place] = drawn
+                if plan.wants_logprobs:
                     best[place], logprobs[place] = candidates(history)
-        return StepResult(token_ids, best, logprobs)
+        unused = np.zeros(num_seqs)
+        found = Logprobs(unused.astype(np.float32), unused.astype(np.int32), best, logprobs)
+        return StepResult(token_ids, found, self._score(plan))
+
+    def _score(self, plan: StepPlan) -> Logprobs:
+        """Logprobs that name what they are of: the token and all before it."""
+        logprobs: list[int] = []
+        for token in plan.scored:
+            start, place = plan.starts[token.place], token.place
+            assert token.index == sum(plan.counts[:place]) + token.position - 1 - start
+            assert start < token.position <= start + plan.counts[place], "a token is scored without the one before it"
+            history = self._history(plan.row_ids[place], token.position)
+            logprobs.append(score([*history, token.token_id]))
+        none = np.zeros((len(logprobs), MAX_CANDIDATES), np.int32)
+        return Logprobs(np.array(logprobs, np.float32), np.ones(len(logprobs), np.int32), none, none.astype(np.float32))
 
     def _history(self, row: int, length: int) -> list[int]:
         history = [

@@ -15,7 +15,10 @@ from tests.fakes.tiny_models import TINY_LLAMA, write_random_checkpoint
 from tests.serving.server_process import MAX_MESSAGE_BYTES, MODEL_NAME, SMALL, ServerProcess, wait_until_idle
 
 LETTER_OF_BYTE = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}{{ ending or '' }}"
+)
 
 
 @pytest.fixture(scope="session")

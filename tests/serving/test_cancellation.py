@@ -9,7 +9,8 @@ import sys
 import grpc
 
 from jpaged.client import AsyncClient, Client
-from jpaged.request import SamplingParams, TokensPrompt
+from jpaged.params import SamplingParams
+from jpaged.request import TokensPrompt
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1.inference_pb2_grpc import InferenceStub
 from tests.serving.server_process import ROOT, ServerProcess, wait_until_idle
@@ -116,7 +117,7 @@ def test_deadlines_end_the_work_of_running_and_queued_requests(server, client):
 CLIENT_THAT_NEVER_ENDS = """
 import sys
 from jpaged.client import Client
-from jpaged.request import SamplingParams
+from jpaged.params import SamplingParams
 
 params = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 client = Client(sys.argv[1])

@@ -9,7 +9,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from prometheus_client.parser import text_string_to_metric_families
 
 from jpaged.client import Client
-from jpaged.request import SamplingParams, TokensPrompt
+from jpaged.params import SamplingParams
+from jpaged.request import TokensPrompt
 from jpaged.v1 import inference_pb2 as pb
 from tests.serving.server_process import MODEL_NAME, ServerProcess
 

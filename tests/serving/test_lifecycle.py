@@ -12,7 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jpaged.client import Answer, Client, Delta
-from jpaged.request import SamplingParams, TokensPrompt
+from jpaged.params import SamplingParams
+from jpaged.request import TokensPrompt
 from jpaged.serving.inference_service import RETRY_AFTER_KEY
 from jpaged.serving.server import SERVICE_NAME
 from jpaged.v1 import inference_pb2 as pb

@@ -125,9 +125,14 @@ def test_an_answer_has_the_fields_of_the_format(files: Files) -> None:
     assert a["response"]["status_code"] == 200
     body = a["response"]["body"]
     assert (body["object"], body["model"]) == ("text_completion", "tiny")
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert [choice | {"text": ""} for choice in body["choices"]] == [
-        {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
     assert b["response"]["body"]["object"] == "chat.completion"
     assert b["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
@@ -150,6 +155,40 @@ def test_a_stop_token_and_the_default_lengths_of_the_two_urls(files: Files, llm:
     assert bodies["endless"]["usage"]["total_tokens"] == 96  # to the context's end
 
 
+def test_parameters_reach_the_engine(files: Files, llm: LLM) -> None:
+    """A field of every kind; what each becomes is tested with the format."""
+    [plain] = greedy_texts(llm, "hello")
+    files.write(
+        completion("stop", "hello", stop=[plain[3]]),
+        completion("bias", "hello", logit_bias={"70": 100}),
+        completion("choice", "hello", guided_choice=["yes", "no"], ignore_eos=False),
+        chat("json", "hello", response_format={"type": "json_object"}, max_tokens=40, ignore_eos=False, temperature=1),
+        completion("samples", "hello", n=2, temperature=1, seed=1),
+        completion("logprobs", "hello", logprobs=2),
+        chat("top", "hello", logprobs=True, top_logprobs=2),
+    )
+    run = files.run()
+    assert not run.errors
+    answers = {answer["custom_id"]: answer["response"]["body"]["choices"] for answer in files.answers()}
+    assert files.texts()["stop"] == plain[: plain.index(plain[3])]
+    assert (answers["stop"][0]["finish_reason"], answers["stop"][0]["stop_reason"]) == ("stop", plain[3])
+    assert llm.tokenizer is not None
+    assert files.texts()["bias"] == llm.tokenizer.decode([70] * 6)
+    assert files.texts()["choice"] in ("yes", "no")
+    assert files.texts()["json"].startswith("{")
+    first, second = answers["samples"]
+    assert (first["index"], second["index"]) == (0, 1) and first["text"] != second["text"]
+    logprobs = answers["logprobs"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == 6
+    for token, logprob, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
+        assert top[token] == logprob == max(top.values())  # it is greedy
+    for entry in answers["top"][0]["logprobs"]["content"]:
+        assert [entry[name] for name in ("token", "logprob", "bytes")] == list(entry["top_logprobs"][0].values())
+        assert len(entry["top_logprobs"]) == 2
+
+
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "no json": ('{"custom_id": "no json", "url"', "this is no JSON"),
     "a list": ("[1, 2]", "a request is an object"),
@@ -161,17 +200,20 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "empty custom id": (completion("", "hello"), "custom_id is ''"),
     "unknown url": (completion("unknown url", "hello") | {"url": "/v1/embeddings"}, "url is '/v1/embeddings'"),
     "no url": ({"custom_id": "no url", "body": {"prompt": "hello"}}, "url is None"),
-    "unknown field": (completion("unknown field", "hello", logit_bias={"5": 1}), "body.logit_bias is not supported"),
-    "stop": (completion("stop", "hello", stop=["x"]), "body.stop is not supported"),
-    "two samples": (completion("two samples", "hello", n=2), "body.n is 2, only 1 is supported"),
-    "logprobs": (completion("logprobs", "hello", logprobs=0), "body.logprobs is 0, only False"),
+    "unknown field": (completion("unknown field", "hello", suffix="x"), "body.suffix is not supported"),
+    "stop": (completion("stop", "hello", stop=[5]), "stop is 5, it must be a text"),
+    "samples": (completion("samples", "hello", n=9), "a step holds 8 sequences"),
+    "logprobs": (chat("logprobs", "hello", logprobs=0), "body.logprobs is 0, it must be true or false"),
+    "bias": (completion("bias", "hello", logit_bias={"266": 1}), "logit_bias holds 266, the vocabulary has ids 0..265"),
+    "schema": (chat("schema", "hello", guided_json={"type": "x"}), "structured_outputs.json_schema cannot be compiled"),
+    "tool": (chat("tool", "hello", tools=[{}], tool_choice="required"), "body.tool_choice is 'required'"),
     "streaming": (completion("streaming", "hello", stream=True), "body.stream is True"),
     "temperature": (completion("temperature", "hello", temperature=-1), "temperature is -1, it must be at least 0"),
     "nan": ('{"custom_id": "nan", "url": "/v1/completions", "body": {"prompt": "x", "top_p": NaN}}', "top_p is nan"),
     "text for number": (completion("text for number", "hello", max_tokens="5"), "max_tokens is '5'"),
-    "stop ids": (completion("stop ids", "hello", stop_token_ids=5), "body.stop_token_ids is 5, it must be a list"),
+    "stop ids": (completion("stop ids", "hello", stop_token_ids=5), "stop_token_ids is 5, it must be a list"),
     "stop id": (completion("stop id", "hello", stop_token_ids=[999]), "stop_token_ids holds 999"),
-    "flag": (completion("flag", "hello", ignore_eos="no"), "body.ignore_eos is 'no', it must be true or false"),
+    "flag": (completion("flag", "hello", ignore_eos="no"), "ignore_eos is 'no', it must be true or false"),
     "two limits": (completion("two limits", "hello", max_completion_tokens=5), "say the same"),
     "no prompt": (completion("no prompt", None), "body.prompt is 'None'"),
     "several prompts": (completion("several prompts", ["hello", "you"]), "it must be a text or a list of token ids"),

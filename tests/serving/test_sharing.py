@@ -4,7 +4,8 @@ import grpc
 import pytest
 
 from jpaged.client import Client
-from jpaged.request import BeamSearchParams, SamplingParams, TokensPrompt
+from jpaged.params import BeamSearchParams, SamplingParams
+from jpaged.request import TokensPrompt
 
 PROMPT: TokensPrompt = {"prompt_token_ids": [3, 4, 5, 6, 7, 8, 9]}
 

@@ -10,8 +10,7 @@ import grpc
 import pytest
 
 from jpaged.client import AsyncClient, Client
-from jpaged.request import SamplingParams
-from jpaged.serving.messages import HONOURED, NEUTRAL
+from jpaged.params import SamplingParams
 from jpaged.v1 import inference_pb2 as pb
 from tests.serving.server_process import MAX_MESSAGE_BYTES, MODEL_NAME
 
@@ -49,64 +48,90 @@ def test_a_bad_prompt_is_refused(stub, name):
         assert re.search(message, details)
 
 
-BAD_VALUES = [
+SCHEMA = "structured_outputs.json_schema"
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    ("n", 0, "n is 0, it must be a whole number of at least 1"),
     ("temperature", -0.5, "temperature is -0.5, it must be at least 0"),
     ("temperature", math.nan, "temperature is nan"),
     ("temperature", math.inf, "temperature is inf"),
+    ("temperature", 2e6, "temperature is 2000000.0, it must be at least 0 and at most 1e+06"),
     ("top_p", 0.0, "top_p is 0.0, it must be above 0 and at most 1"),
     ("top_p", 1.5, "top_p is 1.5"),
-    ("min_p", -0.1, "min_p is -0.1"),
+    ("min_p", -0.1, "min_p is -0.1, it must be at least 0 and at most 1"),
     ("top_k", -2, "top_k is -2, it must be a whole number of at least -1"),
+    ("presence_penalty", 2.5, "presence_penalty is 2.5, it must be at least -2 and at most 2"),
+    ("frequency_penalty", -2.5, "frequency_penalty is -2.5, it must be at least -2 and at most 2"),
+    ("repetition_penalty", 0.0, "repetition_penalty is 0.0, it must be above 0 and at most 1000"),
+    ("repetition_penalty", math.nan, "repetition_penalty is nan"),
+    ("logit_bias", {3: 2e4}, "logit_bias[3] is 20000.0, it must be at least -10000 and at most 10000"),
+    ("logit_bias", {3: math.nan}, "logit_bias[3] is nan"),
+    ("logit_bias", {-1: 1.0}, "logit_bias holds -1, token ids are at least 0"),
+    ("logit_bias", {128: 1.0}, "logit_bias holds 128, the vocabulary has ids 0..127"),
+    ("logit_bias", dict.fromkeys(range(1025), 1.0), "logit_bias holds 1025 ids, at most 1024 are possible"),
+    ("allowed_token_ids", [-1], "allowed_token_ids holds -1"),
+    ("allowed_token_ids", [128], "allowed_token_ids holds 128, the vocabulary has ids 0..127"),
+    ("bad_words", [""], "bad_words holds an empty text"),
+    ("bad_words", ["a"] * 129, "bad_words holds 129 words, at most 128 are possible"),
+    ("bad_words", ["a" * 17], "which has 17 tokens, the limit is 16"),
     ("max_tokens", 0, "max_tokens is 0, it must be a whole number of at least 1"),
     ("max_tokens", -2, "max_tokens is -2"),
+    ("min_tokens", -1, "min_tokens is -1, it must be a whole number of at least 0"),
+    ("min_tokens", 17, "min_tokens is 17, it must be at most max_tokens, which is 16"),
+    ("stop", [""], "stop holds an empty text"),
+    ("stop", ["a"] * 65, "stop holds 65 texts of up to 1 characters, at most 64 of up to 4096 are possible"),
+    ("stop", ["a" * 4097], "stop holds 1 texts of up to 4097 characters"),
     ("stop_token_ids", [-1], "stop_token_ids holds -1"),
     ("stop_token_ids", [128], "stop_token_ids holds 128, the vocabulary has ids 0..127"),
+    ("stop_token_ids", [3] * 129, "stop_token_ids holds 129 ids, at most 128 are possible"),
+    ("logprobs", -2, "logprobs is -2, it must be a whole number of at least -1"),
+    ("logprobs", 129, "logprobs is 129, it must be at most the vocabulary's 128"),
+    ("prompt_logprobs", -2, "prompt_logprobs is -2"),
+    ("prompt_logprobs", 129, "prompt_logprobs is 129, it must be at most the vocabulary's 128"),
+    ("output_kind", 9, "output_kind is 9"),
+    ("truncate_prompt_tokens", 0, "truncate_prompt_tokens is 0, it must be -1 or at least 1"),
+    ("truncate_prompt_tokens", -2, "truncate_prompt_tokens is -2"),
+    ("priority", 1, 'priority is 1, but the engine serves by "fcfs"'),
+    ("structured_outputs", pb.StructuredOutputs(), "structured_outputs sets nothing; set exactly one of"),
+    ("structured_outputs", pb.StructuredOutputs(json_schema="{"), f"{SCHEMA} cannot be compiled: it is not JSON"),
+    ("structured_outputs", pb.StructuredOutputs(json_schema='{"type": "x"}'), f"{SCHEMA} cannot be compiled: "),
+    ("structured_outputs", pb.StructuredOutputs(regex="("), "structured_outputs.regex cannot be compiled: "),
+    ("structured_outputs", pb.StructuredOutputs(choice=pb.Choices()), "structured_outputs.choice is empty"),
+    ("structured_outputs", pb.StructuredOutputs(grammar="?"), "structured_outputs.grammar cannot be compiled: "),
 ]
-
-
-@pytest.mark.parametrize(("field", "value", "message"), BAD_VALUES)
-def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_range(stub, field, value, message):
-    request = pb.GenerateRequest(token_ids=PROMPT, sampling=pb.SamplingParams(**{field: value}))
-    code, details = status_of(lambda: stub.Generate(request))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert message in details
-
-
-UNSUPPORTED = {
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {3: 1.0},
-    "allowed_token_ids": [3],
-    "bad_words": ["a"],
-    "structured_outputs": pb.StructuredOutputs(regex="a*"),
-    "min_tokens": 1,
-    "stop": ["a"],
-    "include_stop_str_in_output": True,
-    "logprobs": 1,
-    "prompt_logprobs": 1,
-    "spaces_between_special_tokens": False,
-    "output_kind": pb.OUTPUT_KIND_CUMULATIVE,
-    "truncate_prompt_tokens": 1,
+# Fields of which every value that the wire can hold is one that is possible.
+WITHOUT_BAD_VALUES = {
+    *("seed", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "cache_salt"),
+    *("spaces_between_special_tokens", "skip_reading_prefix_cache"),
 }
 
 
-def test_a_field_is_honoured_or_refused_by_name(stub):
-    """Fault 11: no parameter is silently ignored."""
-    assert {*HONOURED, *UNSUPPORTED} == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
-    for field, value in UNSUPPORTED.items():
-        request = pb.GenerateRequest(token_ids=PROMPT, sampling=pb.SamplingParams(**{field: value}))
-        for call in (stub.Generate, stub.GenerateStream):
-            code, details = status_of(lambda call=call, request=request: call(request))
-            assert code == grpc.StatusCode.INVALID_ARGUMENT
-            assert f"sampling.{field} is " in details and "leave it out" in details
+def test_every_field_with_a_limit_is_in_the_table():
+    assert {field for field, _, _ in BAD_VALUES} | WITHOUT_BAD_VALUES == set(
+        pb.SamplingParams.DESCRIPTOR.fields_by_name
+    )
 
 
-def test_fields_that_ask_for_nothing_are_accepted(stub):
-    neutral = pb.SamplingParams(**NEUTRAL, temperature=0.0, max_tokens=3, ignore_eos=True)
-    plain = pb.SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    answers = [stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=sampling)) for sampling in (neutral, plain)]
-    assert answers[0].completions == answers[1].completions
+@pytest.mark.parametrize(("field", "value", "message"), BAD_VALUES, ids=lambda value: str(value)[:30])
+def test_a_parameter_out_of_range_is_refused_with_its_name_value_and_range(stub, field, value, message):
+    request = pb.GenerateRequest(token_ids=PROMPT, sampling=pb.SamplingParams(**{field: value}))
+    for call in (stub.Generate, stub.GenerateStream):
+        code, details = status_of(lambda call=call: call(request))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert message in details
+
+
+def test_parameters_that_contradict_each_other_are_refused(stub):
+    sampling = pb.SamplingParams(stop=["a"], detokenize=False)
+    code, details = status_of(lambda: stub.Generate(pb.GenerateRequest(token_ids=PROMPT, sampling=sampling)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "stop is set, but detokenize is false" in details
+
+
+def test_a_field_that_the_server_does_not_know_is_refused(channel):
+    unknown = b"\xa8\x3f\x2a"  # field 1013 is 42
+    request = pb.GenerateRequest(token_ids=PROMPT).SerializeToString() + unknown
+    code, details = status_of(lambda: channel.unary_unary("/jpaged.v1.Inference/Generate")(request))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "does not know, of the numbers 1013" in details
 
 
 def test_a_request_that_never_fits_is_told_so(client, stub):

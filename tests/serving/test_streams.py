@@ -4,6 +4,7 @@ read."""
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from jpaged import LLM
 from jpaged.client import AsyncClient, Delta
 from jpaged.engine.tokenizer import load_tokenizer
-from jpaged.request import SamplingParams, TokensPrompt
+from jpaged.params import SamplingParams
+from jpaged.request import TokensPrompt
+from jpaged.serving.messages import write_chat
 from jpaged.v1 import inference_pb2 as pb
 from jpaged.v1.inference_pb2_grpc import InferenceStub
 from tests.serving.server_process import SLOW_CONNECTION, SMALL_OPTIONS, wait_until_idle
@@ -80,6 +83,27 @@ def test_text_chat_and_token_prompts_are_the_same_request(client, stub, tokenize
         client.generate(prompt, drawn(5)).outputs for prompt in (messages, "user né ", {"prompt_token_ids": token_ids})
     ]
     assert answers[0] == answers[1] == answers[2]
+
+
+def test_tools_and_variables_reach_the_template(server, client, stub, tokenizer):
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "né"}]
+    chat: dict[str, Any] = {
+        "tools": [{"type": "function", "function": {"name": "now"}}, {"function": {"name": "here"}}],
+        "chat_template_kwargs": {"ending": "well"},
+    }
+    rendered = "now here user né well"
+    tokens = stub.Tokenize(pb.TokenizeRequest(chat=write_chat(messages, **chat))).token_ids
+    assert list(tokens) == tokenizer.encode(rendered)
+    expected = client.generate(rendered, drawn(5)).outputs
+    assert client.generate(messages, drawn(5), **chat).outputs == expected
+    assert text_of(list(client.stream(messages, drawn(5), **chat))) == expected[0].text
+
+    async def run() -> tuple[list, str]:
+        async with AsyncClient(server.address) as client:
+            deltas = [delta async for delta in client.stream(messages, drawn(5), **chat)]
+            return (await client.generate(messages, drawn(5), **chat)).outputs, text_of(deltas)
+
+    assert asyncio.run(run()) == (expected, expected[0].text)
 
 
 def test_zero_is_not_unset(stub):
