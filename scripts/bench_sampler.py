@@ -2,8 +2,8 @@
 
     python scripts/bench_sampler.py [--rows 64] [--vocabularies 49152 151936] [--model demo | --no-model]
 
-The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of language
-models do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the worst
+The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of a
+language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the worst
 case: the filters keep thousands of tokens, so that all rows look at the whole vocabulary. Then decode steps of the
 engine with all rows running, greedy and with everything on, in turns; medians.
 
@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jpaged.execution.draw import draw_tokens
 from machine import machine
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +27,7 @@ from rich.table import Table
 from jpaged import LLM, SamplingParams
 from jpaged.execution.batch import DrawLayout, pack_parameters, unpack_parameters
 from jpaged.execution.constraints import ConstraintsLayout, make_constraints, num_words
+from jpaged.execution.draw import draw_tokens
 from jpaged.execution.rows import make_rows
 from jpaged.step_plan import RowConstraints, RowSampling, StepPlan
 
