@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jpaged.config import EngineConfig
+from jpaged.engine.dtype_probe import probe_dtype
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import ConfigError, ModelError
 from jpaged.execution.buckets import make_buckets
-from jpaged.execution.compilation import enable_compilation_cache
+from jpaged.execution.compilation import counter, enable_compilation_cache
 from jpaged.execution.kv_cache import (
     ACCELERATOR_FRACTION,
     CPU_FRACTION,
@@ -26,12 +27,15 @@ from jpaged.execution.kv_cache import (
     size_pool,
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
+from jpaged.layers.linear import use_matmul
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
 from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
 from jpaged.weights.placement import weight_bytes
+from pallas_kernels.matmul.cpu import CpuMatmul
+from pallas_kernels.native.build import BuildError
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
 
@@ -70,11 +74,14 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     model_dir = resolve_model(config.model, report and (lambda what: report(what, 0, 0)))
     spec = load_spec(model_dir)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
-    sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]))
+    matmul = _native_matmul(mesh)
+    sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
     max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
     num_host_pages = _size_host_tier(config, page_spec)
     tokenizer = _load_tokenizer(model_dir)
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    if matmul is not None:
+        use_matmul(model, matmul)
     runner = Runner(
         model,
         sizes.attention,
@@ -117,7 +124,10 @@ def reload_weights(parts: EngineParts, model: str | None = None) -> None:
             f"{model_dir} differs from the running model in {', '.join(names)}; start an engine of its own for it"
         )
     mesh = make_mesh(parts.config.tensor_parallel_size, spec=spec)
-    parts.runner.replace_weights(load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh))
+    loaded = load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh)
+    if (matmul := _native_matmul(mesh)) is not None:
+        use_matmul(loaded, matmul)
+    parts.runner.replace_weights(loaded)
 
 
 @dataclass(frozen=True)
@@ -130,11 +140,13 @@ class Sizes:
     attention: PagedAttention
 
 
-def choose_sizes(config: EngineConfig, spec: ModelSpec, mesh: Mesh, memory: DeviceMemory) -> Sizes:
+def choose_sizes(
+    config: EngineConfig, spec: ModelSpec, mesh: Mesh, memory: DeviceMemory, matmul: CpuMatmul | None = None
+) -> Sizes:
     """Choose the attention and size the pool for devices of this much memory; raises ConfigError if nothing fits."""
     max_model_len = _choose_max_model_len(config, spec)
     device = mesh.devices.flat[0]
-    dtype = choose_dtype(config.dtype, device.platform)
+    dtype = choose_dtype(config.dtype, device.platform, matmul)
     page_spec = PageSpec(
         num_layers=spec.num_layers,
         num_pages=1,
@@ -163,14 +175,25 @@ def choose_sizes(config: EngineConfig, spec: ModelSpec, mesh: Mesh, memory: Devi
     return Sizes(max_model_len, dtype, page_spec, attention)
 
 
-def choose_dtype(wanted: str, platform: str) -> str:
-    """Resolve "auto": bfloat16 where the device multiplies it in hardware, else float32."""
+def _native_matmul(mesh: Mesh) -> CpuMatmul | None:
+    """What computes products with few rows, where that is not XLA."""
+    if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+        return None
+    try:
+        return CpuMatmul.make()
+    except BuildError as error:
+        logger.info("matmul: xla (native: %s)", error)
+        return None
+
+
+def choose_dtype(wanted: str, platform: str, matmul: CpuMatmul | None) -> str:
+    """Resolve "auto": bfloat16 on accelerators, on a CPU what it computes faster in."""
     if wanted != "auto":
         return wanted
     if platform != "cpu":
         return "bfloat16"
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    with counter.starting():
+        return probe_dtype(matmul)
 
 
 def _choose_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:

@@ -1,10 +1,27 @@
 """Linear layers and embeddings. Letters: T tokens, K input features, N output features, V vocabulary."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul.cpu import CpuMatmul
+
+
+class WholeStack(nnx.Param):
+    """A stack of weights that no layer is cut out of: each layer reads its own where it lies."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerOfStack:
+    """What a `WholeStack` holds inside a layer."""
+
+    stack: Float[Array, "L *N K"]
+    layer: Int[Array, ""]
 
 
 def abstract_parameter(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> nnx.Param:
@@ -47,9 +64,23 @@ class Linear(nnx.Module):
     ):
         self.weight = abstract_parameter((*stack, *outputs, inputs), dtype)
         self.bias = abstract_parameter((*stack, *outputs), jnp.float32) if bias else None
+        self.matmul: CpuMatmul | None = None
+
+    def use_matmul(self, matmul: CpuMatmul) -> None:
+        """Leaves products to `matmul`, for which a stack stays whole."""
+        self.matmul = matmul
+        self.weight = WholeStack(self.weight.get_value())
 
     def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T ..."]:
-        weight = self.weight[...]
+        weight = self.weight.get_value()
+        if isinstance(weight, LayerOfStack):
+            assert self.matmul is not None
+            stack = weight.stack
+            if x.shape[0] <= self.matmul.max_rows:
+                flat = stack.reshape(stack.shape[0], -1, stack.shape[-1])
+                y = self.matmul(x, flat, weight.layer).reshape(x.shape[0], *stack.shape[1:-1])
+                return y if self.bias is None else y + self.bias[...]
+            weight = lax.dynamic_index_in_dim(stack, weight.layer, keepdims=False)
         # Flat, because XLA transposes (copies) a right-hand side with more than two axes at every step. Joining the
         # output axes keeps a split of the first of them.
         y = project(x, weight.reshape(-1, weight.shape[-1])).reshape(x.shape[0], *weight.shape[:-1])
@@ -61,6 +92,11 @@ class Embedding(nnx.Module):
 
     def __init__(self, rows: int, width: int, dtype: jax.typing.DTypeLike):
         self.weight = abstract_parameter((rows, width), dtype)
+        self.matmul: CpuMatmul | None = None
+
+    def use_matmul(self, matmul: CpuMatmul) -> None:
+        """Leaves the product with the table to `matmul`."""
+        self.matmul = matmul
 
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T K"]:
         # Padding rows carry arbitrary ids: clip, so that they cannot bring NaN into the batch.
@@ -68,4 +104,13 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "T K"]) -> Float[Array, "T V"]:
         """hidden times the transposed table."""
+        if self.matmul is not None and hidden.shape[0] <= self.matmul.max_rows:
+            return self.matmul(hidden, self.weight[...][None], 0)
         return project(hidden, self.weight[...])
+
+
+def use_matmul(model: nnx.Module, matmul: CpuMatmul) -> None:
+    """Leaves all of a loaded model's products with few rows to `matmul`; for a model on one device."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear | Embedding) and matmul.takes(module.weight.get_value()):
+            module.use_matmul(matmul)

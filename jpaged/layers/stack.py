@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
+
+from jpaged.layers.linear import LayerOfStack, WholeStack
 
 
 def scan_layers[Layer: nnx.Module](
@@ -19,14 +22,15 @@ def scan_layers[Layer: nnx.Module](
     """Applies `body(layer, hidden, pages, index)` for every layer in turn; returns (hidden, pages).
 
     `layers` is one module whose every parameter has a leading axis of `num_layers`. Pages are carried, never scanned
-    over: scanning over them would copy the pool at every layer.
+    over: scanning over them would copy the pool at every layer; so are stacks that stay whole.
     """
-    graph, weights = nnx.split(layers)
+    graph, whole, weights = nnx.split(layers, WholeStack, ...)
 
     def step(carry, scanned):
         hidden, pages = carry
         layer_weights, index = scanned
-        return body(nnx.merge(graph, layer_weights), hidden, pages, index), None
+        stacks = jax.tree.map(lambda stack: LayerOfStack(stack, index), whole)
+        return body(nnx.merge(graph, stacks, layer_weights), hidden, pages, index), None
 
     carry, _ = lax.scan(step, (hidden, pages), (weights, jnp.arange(num_layers, dtype=jnp.int32)))
     return carry

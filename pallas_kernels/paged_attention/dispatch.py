@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.paged_attention import cpu
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.tpu import TpuPagedAttention
 from pallas_kernels.paged_attention.tpu_blocks import Shape, choose_blocks, device_of, refuse_layout, refuse_step
@@ -74,9 +75,15 @@ def limit_tpu(target: Target) -> str | None:
     return refuse_step(device, shape, choose_blocks(device, shape), target.num_seqs, target.pages_per_seq)
 
 
+def refuse_cpu(target: Target) -> str | None:
+    """The native kernel is built where it is used, by that machine's compiler."""
+    return cpu.refuse(target.spec, target.num_q_heads, target.q_dtype)
+
+
 # The best first.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("tpu kernels", lambda target: TpuPagedAttention(target.device_kind), refuse_tpu, "tpu", limit_tpu),
+    Candidate("native", lambda target: cpu.CpuPagedAttention(), refuse_cpu, "cpu"),
     Candidate("xla", lambda target: XlaPagedAttention(), refuse_xla),
 )
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.paged_attention.api import AttentionBatch, PageSpec
+from pallas_kernels.paged_attention.moves import LayerMajorMoves, at_least_two
 from pallas_kernels.paged_attention.tiles import Tiles, TileShape, cut_tiles, token_places
 
 # Below every real logit, yet finite: exp(-inf - FLOOR) is 0, where exp(-inf - -inf) would be nan.
@@ -295,18 +296,13 @@ def _write_rows(out: jax.Array, result: jax.Array, base: jax.Array, touched: jax
     return lax.fori_loop(0, slots, write_tile, out)
 
 
-def _at_least_two(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The updates of a scatter, said twice if there is only one: XLA's rewriting of such a scatter copies the pool."""
-    return arrays if len(arrays[0]) > 1 else tuple(jnp.concatenate([x, x]) for x in arrays)
-
-
 def _write_tokens(pages: XlaPages, k: jax.Array, v: jax.Array, work: XlaWork, layer: jax.Array | int) -> XlaPages:
     """Writes K and V, [T, H, D], to the tokens' places, in the pages' dtype."""
 
     def write(pool: jax.Array, new: jax.Array) -> jax.Array:
         layers, num_pages, num_heads, row = pool.shape
         where = jnp.stack([layer * num_pages + work.token_pages, work.token_offsets * new.shape[2]], axis=1)
-        where, new = _at_least_two((where, new))
+        where, new = at_least_two(where, new)
         written = lax.scatter(
             pool.reshape(layers * num_pages, num_heads, row),
             where,
@@ -321,7 +317,7 @@ def _write_tokens(pages: XlaPages, k: jax.Array, v: jax.Array, work: XlaWork, la
     return XlaPages(k=write(pages.k, k), v=write(pages.v, v))
 
 
-class XlaPagedAttention:
+class XlaPagedAttention(LayerMajorMoves):
     """PagedAttention for every platform; see the module's docstring."""
 
     def make_pages(self, spec: PageSpec) -> XlaPages:
@@ -382,20 +378,6 @@ class XlaPagedAttention:
         if num_tokens >= PREFILL.min_tokens:
             out = _attend_tiles(call, PREFILL, work.prefill, out)
         return out.reshape(q.shape), pages
-
-    def copy_pages(self, pages: XlaPages, source_ids: jax.Array, target_ids: jax.Array) -> XlaPages:
-        source_ids, target_ids = _at_least_two((source_ids, target_ids))
-        return jax.tree.map(lambda x: x.at[:, target_ids].set(x[:, source_ids]), pages)
-
-    def read_pages(self, pages: XlaPages, ids: jax.Array) -> XlaPages:
-        return jax.tree.map(lambda x: x[:, ids].swapaxes(0, 1), pages)
-
-    def write_pages(self, pages: XlaPages, ids: jax.Array, host_pages: XlaPages) -> XlaPages:
-        def write(pool: jax.Array, new: jax.Array) -> jax.Array:
-            where, content = _at_least_two((ids, new))
-            return pool.at[:, where].set(content.swapaxes(0, 1))
-
-        return jax.tree.map(write, pages, host_pages)
 
     def pack_pages(self, k: np.ndarray, v: np.ndarray) -> XlaPages:
         layers, num_pages, _, num_heads, _ = k.shape

@@ -24,7 +24,8 @@ SPEC = PageSpec(num_layers=1, num_pages=4, page_size_tokens=16, num_kv_heads=2, 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_xla_serves_where_there_is_no_kernel_and_says_why(platform: str) -> None:
-    attention, reason = choose(platform, SPEC, num_q_heads=4, q_dtype="bfloat16")
+    spec = replace(SPEC, dtype="float16")  # what the CPU's own kernel refuses
+    attention, reason = choose(platform, spec, num_q_heads=4, q_dtype="bfloat16")
     assert isinstance(attention, XlaPagedAttention)
     assert reason.startswith(f"{platform}: xla")
 

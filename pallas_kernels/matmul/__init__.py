@@ -1,0 +1,1 @@
+"""Products of a step's rows with one layer of stacked weights, read where the weights lie."""

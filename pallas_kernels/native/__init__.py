@@ -1,0 +1,1 @@
+"""Kernels in C++ for the CPU: how they are built, and what their sources share."""

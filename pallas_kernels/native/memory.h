@@ -1,0 +1,41 @@
+// Large pages for large arrays.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace jpaged {
+
+// Moves an array onto huge pages the first time it is seen, if the system has any to give: KV pages lie 4 KiB here and
+// 4 KiB there, and looking up each one's address took a quarter of the time to read them. Small arrays are left alone.
+inline void prefer_huge_pages([[maybe_unused]] const void* data, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  constexpr size_t kHugePage = size_t{2} << 20, kSmall = size_t{16} << 20;
+#ifndef MADV_COLLAPSE
+  constexpr int MADV_COLLAPSE = 25;  // Linux 6.1; older systems refuse it
+#endif
+  static std::atomic<const void*> seen[256];
+  if (bytes < kSmall) return;
+  for (std::atomic<const void*>& place : seen) {
+    const void* known = place.load(std::memory_order_relaxed);
+    if (known == data) return;
+    if (known == nullptr && place.compare_exchange_strong(known, data)) {
+      const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+      const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+      if (begin >= end) return;
+      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+      madvise(reinterpret_cast<void*>(begin), end - begin, MADV_COLLAPSE);
+      return;
+    }
+    if (known == data) return;
+  }
+#endif
+}
+
+}  // namespace jpaged

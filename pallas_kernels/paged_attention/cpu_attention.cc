@@ -1,0 +1,585 @@
+// Paged attention on a CPU: writes the new K and V into their pages and attends over each sequence's pages.
+//
+// The work is cut into units: a tile of one sequence's query tokens for one KV head, whose G query heads per token make
+// the rows of the tile. A unit walks over its KV tokens in chunks and keeps a running softmax (Flash Attention, arXiv
+// 2205.14135), so its memory does not grow with the context. Units are independent and run on XLA's thread pool.
+//
+// A page holds, for every head, blocks of 16 tokens, and a block K and V as packed vectors (simd.h), P numbers a word:
+//   K [head_dim / P, 16 tokens] words of P channels: a vector gives 16 tokens' share of their logits;
+//   V [16 / P, head_dim] words of P tokens: a vector gives the tokens' share of 16 channels of the result.
+// So logits and results both come out in vectors, nothing is summed across lanes, and both blocks are what AMX takes.
+
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "memory.h"
+#include "parallel.h"
+#include "simd.h"
+#include "tiles.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jpaged::attention {
+namespace {
+
+namespace ffi = xla::ffi;
+
+constexpr int kBlock = kLanes;       // KV tokens of a block
+constexpr int kTileRows = 48;        // rows of a tile, unless one token has more
+constexpr int kMaxChunkBlocks = 16;  // blocks of a chunk
+constexpr int kChunkLogits = 12288;  // logits of a tile and a chunk, about
+constexpr float kFloor = -1e30f;     // below every real logit, yet finite: exp(-inf - kFloor) is 0
+
+// A matrix of T tokens as XLA gives it: float32 or bfloat16.
+struct Tokens {
+  void* data;
+  bool is_bf16;
+
+  static Tokens of(const ffi::AnyBuffer& buffer) {
+    return {buffer.untyped_data(), buffer.element_type() == ffi::DataType::BF16};
+  }
+
+  void read(int64_t first, int64_t count, float* target) const {
+    if (is_bf16) {
+      const uint16_t* source = static_cast<const uint16_t*>(data) + first;
+      for (int64_t i = 0; i < count; ++i) target[i] = widen(source[i]);
+    } else {
+      memcpy(target, static_cast<const float*>(data) + first, count * sizeof(float));
+    }
+  }
+
+  void read(int64_t first, int64_t count, uint16_t* target) const {
+    if (is_bf16) {
+      memcpy(target, static_cast<const uint16_t*>(data) + first, count * sizeof(uint16_t));
+    } else {
+      const float* source = static_cast<const float*>(data) + first;
+      for (int64_t i = 0; i < count; ++i) target[i] = narrow(source[i]);
+    }
+  }
+
+  // Writes factor * source.
+  void write(int64_t first, int64_t count, const float* source, float factor) const {
+    if (is_bf16) {
+      uint16_t* target = static_cast<uint16_t*>(data) + first;
+      int64_t i = 0;
+      for (; i + kLanes <= count; i += kLanes) store(target + i, narrow(load<Floats>(source + i) * factor));
+      for (; i < count; ++i) target[i] = narrow(source[i] * factor);
+    } else {
+      float* target = static_cast<float*>(data) + first;
+      for (int64_t i = 0; i < count; ++i) target[i] = source[i] * factor;
+    }
+  }
+
+  void clear(int64_t first, int64_t count) const {
+    const size_t size = is_bf16 ? sizeof(uint16_t) : sizeof(float);
+    memset(static_cast<char*>(data) + first * size, 0, count * size);
+  }
+};
+
+// One call's arguments. Sizes are those of the arrays; `group` is query heads per KV head.
+struct Call {
+  Tokens q, k, v, out;
+  uint32_t* pages;
+  const int32_t *cu_q_lens, *kv_lens, *page_table;
+  const float* sinks;  // or null
+  int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim, group, page_size, pages_per_layer, pages_per_seq;
+  int64_t layer;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+};
+
+// Query tokens of one sequence: rows of the flat batch and the positions they have.
+struct Tile {
+  int64_t sequence, first_row, first_position, length;
+  bool whole_sequence;  // of this step's tokens: the tile writes their K and V itself
+};
+
+// A tile's rows at work: row r is token r / group and query head r % group of the KV head.
+template <class Format>
+struct Rows {
+  using Operand = typename Format::Operand;
+  int64_t count;
+  Operand* queries;   // [rows, head_dim / kPack words]
+  float* logits;      // [rows, chunk]
+  Operand* weights;   // [rows, chunk / kPack words]
+  float* weighted;    // [rows, head_dim rounded up to 16]: the sum so far of weight * V, relative to exp(top)
+  float *top, *total;  // [rows]
+  int64_t query_stride, chunk, weight_stride, weighted_stride;
+};
+
+template <class Format>
+struct Buffers {
+  Scratch<typename Format::Operand> queries, weights;
+  Scratch<float> logits, weighted, softmax, token;
+  Scratch<uint32_t> first_values, last_values;
+};
+
+template <class Format>
+class Attention {
+ public:
+  explicit Attention(const Call& call) : call_(call) {}
+
+  void write_token(int64_t row, int64_t sequence, int64_t position, int64_t head) const;
+  void attend(const Tile& tile, int64_t head) const;
+
+ private:
+  using Operand = typename Format::Operand;
+  static constexpr int kPack = Format::kPack, kOperands = Format::kOperands;
+
+  int64_t half_words() const { return call_.head_dim * kBlock / kPack; }  // of a block: its K, or its V
+
+  // Block number `block` of a sequence: K, and V after it.
+  uint32_t* block_at(int64_t sequence, int64_t block, int64_t head) const {
+    const int64_t blocks = call_.page_size / kBlock;
+    const int64_t page = call_.page_table[sequence * call_.pages_per_seq + block / blocks];
+    const int64_t place = (call_.layer * call_.pages_per_layer + page) * call_.num_kv_heads + head;
+    return call_.pages + (place * blocks + block % blocks) * 2 * half_words();
+  }
+
+  Rows<Format> start_rows(const Tile& tile, int64_t head, Buffers<Format>& buffers) const;
+  const uint32_t* cleaned(const uint32_t* values, int64_t from, int64_t to, uint32_t* target) const;
+  void score(const Rows<Format>& rows, const uint32_t* const* blocks, int64_t num_blocks) const;
+  void weigh(const Rows<Format>& rows, const uint32_t* const* values, int64_t num_blocks) const;
+  void update_softmax(const Rows<Format>& rows, const Tile& tile, int64_t first_token, int64_t num_blocks) const;
+
+  template <int kRows, int kColumns>
+  void score_blocks(const Rows<Format>& rows, int64_t row, const uint32_t* const* blocks, int64_t block) const;
+  template <int kRows, int kColumns>
+  void weigh_values(const Rows<Format>& rows, int64_t row, const uint32_t* const* values, int64_t num_blocks,
+                    int64_t column) const;
+
+  const Call& call_;
+};
+
+template <class Format>
+void Attention<Format>::write_token(int64_t row, int64_t sequence, int64_t position, int64_t head) const {
+  using Number = std::conditional_t<kPack == 2, uint16_t, float>;
+  static thread_local Scratch<uint32_t> scratch;
+  const int64_t head_dim = call_.head_dim, token = position % kBlock;
+  uint32_t* words = scratch.at_least(head_dim);
+  Number* numbers = reinterpret_cast<Number*>(words);
+  uint32_t* keys = block_at(sequence, position / kBlock, head);
+  Number* values = reinterpret_cast<Number*>(keys + half_words());
+  call_.k.read((row * call_.num_kv_heads + head) * head_dim, head_dim, numbers);
+  for (int64_t word = 0; word < head_dim / kPack; ++word) keys[word * kBlock + token] = words[word];
+  call_.v.read((row * call_.num_kv_heads + head) * head_dim, head_dim, numbers);
+  values += token / kPack * head_dim * kPack + token % kPack;
+  for (int64_t d = 0; d < head_dim; ++d) values[d * kPack] = numbers[d];
+}
+
+// Reads a tile's queries, and sets the softmax to what has seen nothing but the sinks.
+template <class Format>
+Rows<Format> Attention<Format>::start_rows(const Tile& tile, int64_t head, Buffers<Format>& buffers) const {
+  const int64_t group = call_.group, head_dim = call_.head_dim, count = tile.length * group;
+  // Rows up to the next multiple of 16 take part where products are made by tiles; nobody reads their results.
+  const int64_t padded = count <= kLanes ? count : (count + kLanes - 1) / kLanes * kLanes;
+  Rows<Format> rows;
+  rows.count = count;
+  rows.chunk = std::clamp<int64_t>(kChunkLogits / padded / kBlock, 1, kMaxChunkBlocks) * kBlock;
+  rows.query_stride = head_dim / kPack * kOperands;
+  rows.weight_stride = rows.chunk / kPack * kOperands;
+  rows.weighted_stride = (head_dim + kLanes - 1) / kLanes * kLanes;
+  rows.queries = buffers.queries.at_least(padded * rows.query_stride + kLanes);
+  rows.logits = buffers.logits.at_least(padded * rows.chunk);
+  rows.weights = buffers.weights.at_least(padded * rows.weight_stride);
+  rows.weighted = buffers.weighted.at_least(padded * rows.weighted_stride);
+  rows.top = buffers.softmax.at_least(2 * padded);
+  rows.total = rows.top + padded;
+
+  float* numbers = buffers.token.at_least(head_dim + kLanes);
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t q_head = head * group + r % group;
+    call_.q.read(((tile.first_row + r / group) * call_.num_q_heads + q_head) * head_dim, head_dim, numbers);
+    Operand* target = rows.queries + r * rows.query_stride;
+    // A full vector may run over into the next row's place, which is written after it.
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      store_operands<Format>(target + d / kPack * kOperands, load<Floats>(numbers + d));
+    }
+    rows.top[r] = call_.sinks ? call_.sinks[q_head] : kFloor;
+    rows.total[r] = call_.sinks ? 1.0f : 0.0f;
+  }
+  std::fill(rows.weighted, rows.weighted + padded * rows.weighted_stride, 0.0f);
+  return rows;
+}
+
+// V of a block with tokens outside [from, to) zero: a slot that holds no token may hold NaN, and 0 * NaN is NaN.
+template <class Format>
+const uint32_t* Attention<Format>::cleaned(const uint32_t* values, int64_t from, int64_t to, uint32_t* target) const {
+  for (int64_t word = 0; word < kBlock / kPack; ++word) {
+    uint32_t mask = ~uint32_t{0};
+    if constexpr (kPack == 2) {
+      const int64_t token = 2 * word;
+      mask = (token >= from && token < to ? 0xffffu : 0) | (token + 1 >= from && token + 1 < to ? 0xffff0000u : 0);
+    } else if (word < from || word >= to) {
+      mask = 0;
+    }
+    for (int64_t d = 0; d < call_.head_dim; ++d) {
+      target[word * call_.head_dim + d] = values[word * call_.head_dim + d] & mask;
+    }
+  }
+  return target;
+}
+
+// logits[row + i][block + j] for kRows rows and kColumns blocks.
+template <class Format>
+template <int kRows, int kColumns>
+void Attention<Format>::score_blocks(const Rows<Format>& rows, int64_t row, const uint32_t* const* blocks,
+                                     int64_t block) const {
+  Floats sums[kRows][kColumns] = {};
+  const int64_t steps = call_.head_dim / kPack;
+  const Operand* queries = rows.queries + row * rows.query_stride;
+  for (int64_t step = 0; step < steps; ++step) {
+    for (int j = 0; j < kColumns; ++j) {
+      // Pages lie anywhere: the machine cannot guess what is read next.
+      __builtin_prefetch(blocks[block + kColumns + j] + step * kLanes);
+      const auto vector = Format::read(blocks[block + j] + step * kLanes);
+      for (int i = 0; i < kRows; ++i) {
+        sums[i][j] = Format::multiply_add(sums[i][j], vector, queries + i * rows.query_stride + step * kOperands);
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kColumns; ++j) store(rows.logits + (row + i) * rows.chunk + (block + j) * kBlock, sums[i][j]);
+  }
+}
+
+// weighted[row + i][column + j] += weights * V for kRows rows and kColumns vectors of channels.
+template <class Format>
+template <int kRows, int kColumns>
+void Attention<Format>::weigh_values(const Rows<Format>& rows, int64_t row, const uint32_t* const* values,
+                                     int64_t num_blocks, int64_t column) const {
+  Floats sums[kRows][kColumns];
+  float* weighted = rows.weighted + row * rows.weighted_stride + column * kLanes;
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kColumns; ++j) sums[i][j] = load<Floats>(weighted + i * rows.weighted_stride + j * kLanes);
+  }
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const uint32_t* source = values[block] + column * kLanes;
+    const uint32_t* next = values[block + 1] + column * kLanes;
+    const Operand* weights = rows.weights + row * rows.weight_stride + block * (kBlock / kPack) * kOperands;
+    for (int step = 0; step < kBlock / kPack; ++step) {
+      for (int j = 0; j < kColumns; ++j) {
+        __builtin_prefetch(next + step * call_.head_dim + j * kLanes);
+        const auto vector = Format::read(source + step * call_.head_dim + j * kLanes);
+        for (int i = 0; i < kRows; ++i) {
+          sums[i][j] = Format::multiply_add(sums[i][j], vector, weights + i * rows.weight_stride + step * kOperands);
+        }
+      }
+    }
+  }
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kColumns; ++j) store(weighted + i * rows.weighted_stride + j * kLanes, sums[i][j]);
+  }
+}
+
+template <class Format>
+void Attention<Format>::score(const Rows<Format>& rows, const uint32_t* const* blocks, int64_t num_blocks) const {
+  by_rows(rows.count, [&]<int kRows>(int64_t row) {
+    int64_t block = 0;
+    for (; block + kMaxColumns <= num_blocks; block += kMaxColumns) {
+      score_blocks<kRows, kMaxColumns>(rows, row, blocks, block);
+    }
+    for (; block < num_blocks; ++block) score_blocks<kRows, 1>(rows, row, blocks, block);
+  });
+}
+
+template <class Format>
+void Attention<Format>::weigh(const Rows<Format>& rows, const uint32_t* const* values, int64_t num_blocks) const {
+  const int64_t columns = rows.weighted_stride / kLanes;
+  by_rows(rows.count, [&]<int kRows>(int64_t row) {
+    int64_t column = 0;
+    for (; column + kMaxColumns <= columns; column += kMaxColumns) {
+      weigh_values<kRows, kMaxColumns>(rows, row, values, num_blocks, column);
+    }
+    for (; column < columns; ++column) weigh_values<kRows, 1>(rows, row, values, num_blocks, column);
+  });
+}
+
+#if defined(JPAGED_TILES)
+// bfloat16 products by AMX: 16 rows against 16 words and lanes at a time. head_dim must be a multiple of 16.
+struct Bfloat16Tiles : Bfloat16Dot {};
+
+template <>
+void Attention<Bfloat16Tiles>::score(const Rows<Bfloat16Tiles>& rows, const uint32_t* const* blocks,
+                                     int64_t num_blocks) const {
+  const int64_t steps = call_.head_dim / 2, query_bytes = rows.query_stride * 4, logit_bytes = rows.chunk * 4;
+  for (int64_t row = 0; row < rows.count; row += kLanes) {
+    const uint32_t* queries = rows.queries + row * rows.query_stride;
+    for (int64_t block = 0; block < num_blocks; block += 2) {
+      const bool both = block + 1 < num_blocks;
+      const uint32_t *keys = blocks[block], *others = blocks[block + both];
+      if (row == 0) {
+        for (int64_t step = 0; step < steps; ++step) {
+          __builtin_prefetch(blocks[block + 2] + step * kLanes);
+          __builtin_prefetch(blocks[block + 3] + step * kLanes);
+        }
+      }
+      _tile_zero(0);
+      _tile_zero(1);
+      int64_t step = 0;
+      for (; step + 16 <= steps; step += 16) {
+        _tile_loadd(4, queries + step, query_bytes);
+        _tile_loadd(6, keys + step * kLanes, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(6, others + step * kLanes, 64);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if (step < steps) {
+        _tile_loadd(5, queries + step, query_bytes);
+        _tile_loadd(7, keys + step * kLanes, 64);
+        _tile_dpbf16ps(0, 5, 7);
+        _tile_loadd(7, others + step * kLanes, 64);
+        _tile_dpbf16ps(1, 5, 7);
+      }
+      float* logits = rows.logits + row * rows.chunk + block * kBlock;
+      _tile_stored(0, logits, logit_bytes);
+      if (both) _tile_stored(1, logits + kBlock, logit_bytes);
+    }
+  }
+}
+
+template <>
+void Attention<Bfloat16Tiles>::weigh(const Rows<Bfloat16Tiles>& rows, const uint32_t* const* values,
+                                     int64_t num_blocks) const {
+  const int64_t value_bytes = call_.head_dim * 4, weight_bytes = rows.weight_stride * 4;
+  const int64_t weighted_bytes = rows.weighted_stride * 4;
+  for (int64_t row = 0; row < rows.count; row += kLanes) {
+    for (int64_t d = 0; d < call_.head_dim; d += 4 * kLanes) {
+      const int64_t columns = std::min<int64_t>(4, (call_.head_dim - d) / kLanes);
+      float* weighted = rows.weighted + row * rows.weighted_stride + d;
+      _tile_loadd(0, weighted, weighted_bytes);
+      if (columns > 1) _tile_loadd(1, weighted + kLanes, weighted_bytes);
+      if (columns > 2) _tile_loadd(2, weighted + 2 * kLanes, weighted_bytes);
+      if (columns > 3) _tile_loadd(3, weighted + 3 * kLanes, weighted_bytes);
+      for (int64_t block = 0; block < num_blocks; ++block) {
+        const uint32_t* source = values[block] + d;
+        if (row == 0) {
+          for (int64_t line = 0; line < columns * 8; ++line) {
+            __builtin_prefetch(values[block + 1] + d + line / columns * call_.head_dim + line % columns * kLanes);
+          }
+        }
+        _tile_loadd(5, rows.weights + row * rows.weight_stride + block * (kBlock / 2), weight_bytes);
+        _tile_loadd(7, source, value_bytes);
+        _tile_dpbf16ps(0, 5, 7);
+        if (columns > 1) {
+          _tile_loadd(7, source + kLanes, value_bytes);
+          _tile_dpbf16ps(1, 5, 7);
+        }
+        if (columns > 2) {
+          _tile_loadd(7, source + 2 * kLanes, value_bytes);
+          _tile_dpbf16ps(2, 5, 7);
+        }
+        if (columns > 3) {
+          _tile_loadd(7, source + 3 * kLanes, value_bytes);
+          _tile_dpbf16ps(3, 5, 7);
+        }
+      }
+      _tile_stored(0, weighted, weighted_bytes);
+      if (columns > 1) _tile_stored(1, weighted + kLanes, weighted_bytes);
+      if (columns > 2) _tile_stored(2, weighted + 2 * kLanes, weighted_bytes);
+      if (columns > 3) _tile_stored(3, weighted + 3 * kLanes, weighted_bytes);
+    }
+  }
+}
+#endif
+
+// Takes a chunk's logits into the running softmax and leaves its weights; first_token is the chunk's first position.
+template <class Format>
+void Attention<Format>::update_softmax(const Rows<Format>& rows, const Tile& tile, int64_t first_token,
+                                       int64_t num_blocks) const {
+  const Floats hidden = broadcast(-std::numeric_limits<float>::infinity());
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t position = tile.first_position + r / call_.group;
+    const int64_t first_seen = call_.window ? std::max<int64_t>(0, position - call_.window + 1) : 0;
+    float* logits = rows.logits + r * rows.chunk;
+    Floats tops = hidden;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const int64_t token = first_token + block * kBlock;
+      Floats x = load<Floats>(logits + block * kBlock) * call_.scale;
+      if (call_.soft_cap != 0) x = call_.soft_cap * tanh(x / call_.soft_cap);
+      if (token < first_seen || token + kBlock > position + 1) {
+        const Ints place = lane_numbers();
+        const int32_t from = static_cast<int32_t>(std::clamp<int64_t>(first_seen - token, 0, kBlock));
+        const int32_t to = static_cast<int32_t>(std::clamp<int64_t>(position + 1 - token, 0, kBlock));
+        x = select((place >= from) & (place < to), x, hidden);
+      }
+      store(logits + block * kBlock, x);
+      tops = max(tops, x);
+    }
+    const float top = std::max(rows.top[r], largest(tops));
+    Floats totals = {};
+    Operand* weights = rows.weights + r * rows.weight_stride;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      const Floats weight = exp(load<Floats>(logits + block * kBlock) - top);
+      totals += weight;
+      store_operands<Format>(weights + block * (kBlock / kPack) * kOperands, weight);
+    }
+    const float decay = exp(broadcast(rows.top[r] - top))[0];
+    if (decay != 1.0f) {
+      float* weighted = rows.weighted + r * rows.weighted_stride;
+      for (int64_t d = 0; d < rows.weighted_stride; d += kLanes) store(weighted + d, load<Floats>(weighted + d) * decay);
+    }
+    rows.top[r] = top;
+    rows.total[r] = rows.total[r] * decay + sum(totals);
+  }
+}
+
+template <class Format>
+void Attention<Format>::attend(const Tile& tile, int64_t head) const {
+  static thread_local Buffers<Format> buffers;
+  if (tile.whole_sequence) {
+    for (int64_t i = 0; i < tile.length; ++i) {
+      write_token(tile.first_row + i, tile.sequence, tile.first_position + i, head);
+    }
+  }
+  const Rows<Format> rows = start_rows(tile, head, buffers);
+#if defined(JPAGED_TILES)
+  std::optional<TileShapes> shapes;
+  if constexpr (std::is_same_v<Format, Bfloat16Tiles>) shapes.emplace(std::min<int64_t>(rows.count, kLanes), kBlock / 2);
+#endif
+  const int64_t end = tile.first_position + tile.length;
+  const int64_t first_seen = call_.window ? std::max<int64_t>(0, tile.first_position - call_.window + 1) : 0;
+  const int64_t first_block = first_seen / kBlock, last_block = (end - 1) / kBlock;
+  uint32_t* first_values = buffers.first_values.at_least(half_words() + kLanes);
+  uint32_t* last_values = buffers.last_values.at_least(half_words() + kLanes);
+
+  const uint32_t *keys[kMaxChunkBlocks + kMaxColumns + 2], *values[kMaxChunkBlocks + kMaxColumns + 2];
+  for (int64_t begin = first_block; begin <= last_block; begin += rows.chunk / kBlock) {
+    const int64_t num_blocks = std::min(rows.chunk / kBlock, last_block + 1 - begin);
+    // Some blocks more than the chunk has, for prefetching.
+    for (int64_t i = 0; i < num_blocks + kMaxColumns + 2; ++i) {
+      keys[i] = block_at(tile.sequence, std::min(begin + i, last_block), head);
+      values[i] = keys[i] + half_words();
+    }
+    score(rows, keys, num_blocks);
+    update_softmax(rows, tile, begin * kBlock, num_blocks);
+    const auto clean = [&](int64_t block, uint32_t* target) {
+      const int64_t token = block * kBlock;
+      if (block < begin || block >= begin + num_blocks || (token >= first_seen && token + kBlock <= end)) return;
+      values[block - begin] = cleaned(values[block - begin], first_seen - token, end - token, target);
+    };
+    clean(first_block, first_values);
+    if (last_block != first_block) clean(last_block, last_values);
+    weigh(rows, values, num_blocks);
+  }
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t place = (tile.first_row + r / call_.group) * call_.num_q_heads + head * call_.group + r % call_.group;
+    call_.out.write(place * call_.head_dim, call_.head_dim, rows.weighted + r * rows.weighted_stride,
+                    1.0f / rows.total[r]);
+  }
+}
+
+// The step's tiles: the largest first, so that no thread is left alone with one at the end.
+std::vector<Tile> cut_tiles(const Call& call) {
+  const int64_t width = std::max<int64_t>(1, kTileRows / call.group);
+  std::vector<Tile> tiles;
+  for (bool long_ones : {true, false}) {
+    for (int64_t sequence = 0; sequence < call.num_seqs; ++sequence) {
+      const int64_t first = call.cu_q_lens[sequence], length = call.cu_q_lens[sequence + 1] - first;
+      if (length <= 0 || (length > width) != long_ones) continue;
+      const int64_t context = call.kv_lens[sequence] - length;
+      for (int64_t end = length; end > 0; end -= width) {
+        const int64_t start = std::max<int64_t>(0, end - width);
+        tiles.push_back({sequence, first + start, context + start, end - start, length <= width});
+      }
+    }
+  }
+  return tiles;
+}
+
+template <class Format, class Pool>
+void run_as(const Call& call, Pool& pool) {
+  const Attention<Format> attention(call);
+  const std::vector<Tile> tiles = cut_tiles(call);
+  // Tiles of one sequence read what each other's tokens write: those go first.
+  const auto first_whole =
+      std::find_if(tiles.begin(), tiles.end(), [](const Tile& tile) { return tile.whole_sequence; }) - tiles.begin();
+  parallel_for(pool, first_whole, [&](int64_t unit) {
+    const Tile& tile = tiles[unit];
+    for (int64_t i = 0; i < tile.length; ++i) {
+      for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+        attention.write_token(tile.first_row + i, tile.sequence, tile.first_position + i, head);
+      }
+    }
+  });
+  parallel_for(pool, static_cast<int64_t>(tiles.size()) * call.num_kv_heads, [&](int64_t unit) {
+    attention.attend(tiles[unit / call.num_kv_heads], unit % call.num_kv_heads);
+  });
+  const int64_t used = call.num_seqs > 0 ? call.cu_q_lens[call.num_seqs] : 0;
+  const int64_t row = call.num_q_heads * call.head_dim;
+  call.out.clear(used * row, (call.num_tokens - used) * row);
+}
+
+template <class Pool>
+void run(const Call& call, bool pages_are_bf16, Pool& pool) {
+  if (!pages_are_bf16) return run_as<Float32>(call, pool);
+#if defined(JPAGED_TILES)
+  if (call.q.is_bf16 && call.head_dim % kLanes == 0) return run_as<Bfloat16Tiles>(call, pool);
+#endif
+#if defined(JPAGED_BF16_DOT)
+  if (call.q.is_bf16) return run_as<Bfloat16Dot>(call, pool);
+#endif
+  run_as<Bfloat16>(call, pool);
+}
+
+// q and out [T, Hq, D]; k and v [T, H, D]; pages_in and pages [layers, pages, H, page_size * 2 * D], the same memory;
+// the rest as AttentionBatch says; sinks [Hq] or empty.
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer pages_in,
+                  ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_table,
+                  ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> sinks,
+                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pages, float scale, float soft_cap,
+                  int64_t window) {
+  if (pages_in.untyped_data() != pages->untyped_data()) return ffi::Error::Internal("the pages are not aliased");
+  const int64_t head_dim = q.dimensions()[2], num_q_heads = q.dimensions()[1], num_kv_heads = k.dimensions()[1];
+  const Call call{
+      .q = Tokens::of(q),
+      .k = Tokens::of(k),
+      .v = Tokens::of(v),
+      .out = Tokens::of(*out),
+      .pages = static_cast<uint32_t*>(pages->untyped_data()),
+      .cu_q_lens = cu_q_lens.typed_data(),
+      .kv_lens = kv_lens.typed_data(),
+      .page_table = page_table.typed_data(),
+      .sinks = sinks.element_count() ? sinks.typed_data() : nullptr,
+      .num_tokens = q.dimensions()[0],
+      .num_seqs = *num_seqs.typed_data(),
+      .num_q_heads = num_q_heads,
+      .num_kv_heads = num_kv_heads,
+      .head_dim = head_dim,
+      .group = num_q_heads / num_kv_heads,
+      .page_size = pages->dimensions()[3] / (2 * head_dim),
+      .pages_per_layer = pages->dimensions()[1],
+      .pages_per_seq = page_table.dimensions()[1],
+      .layer = *layer.typed_data(),
+      .scale = scale,
+      .soft_cap = soft_cap,
+      .window = window,
+  };
+  prefer_huge_pages(pages->untyped_data(), pages->size_bytes());
+  run(call, pages->element_type() == ffi::DataType::BF16, pool);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jpaged::attention
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attention::attend,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window"));
+#pragma GCC visibility pop

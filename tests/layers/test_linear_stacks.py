@@ -1,0 +1,67 @@
+"""Stacks of weights that stay whole give what layers cut out of them give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jpaged.layers.linear import Embedding, Linear, use_matmul
+from jpaged.layers.stack import scan_layers
+from pallas_kernels.matmul.cpu import CpuMatmul
+from pallas_kernels.native.build import BuildError
+
+LAYERS, FEATURES = 3, 32
+
+
+class Block(nnx.Module):
+    def __init__(self, bias: bool):
+        self.linear = Linear(FEATURES, (2, FEATURES // 2), jnp.float32, bias=bias, stack=(LAYERS,))
+
+    def __call__(self, x):
+        y = self.linear(x)
+        assert y.shape == (x.shape[0], 2, FEATURES // 2)
+        return jnp.tanh(y.reshape(x.shape))
+
+
+def filled(module: nnx.Module, seed: int) -> nnx.Module:
+    rng = np.random.default_rng(seed)
+    for _, parameter in nnx.iter_graph(module):
+        if isinstance(parameter, nnx.Param):
+            abstract = parameter.get_value()
+            parameter.set_value(jnp.asarray(rng.standard_normal(abstract.shape, np.float32)))
+    return module
+
+
+@pytest.fixture(scope="module")
+def matmul() -> CpuMatmul:
+    try:
+        return CpuMatmul.make()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("few", [True, False])
+def test_scan_over_whole_stacks(matmul: CpuMatmul, bias: bool, few: bool) -> None:
+    rows = 5 if few else matmul.max_rows + 1
+    x = np.random.default_rng(1).standard_normal((rows, FEATURES), np.float32)
+
+    def run(block, x):
+        return scan_layers(block, LAYERS, lambda layer, x, pages, index: (x + layer(x), pages), x, ())[0]
+
+    block = filled(Block(bias), 0)
+    expected = run(block, x)
+    use_matmul(block, matmul)
+    program = jax.jit(lambda x: run(block, x)).lower(x).as_text()
+    assert (matmul.target in program) == few
+    np.testing.assert_allclose(run(block, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_head(matmul: CpuMatmul) -> None:
+    head = filled(Embedding(50, FEATURES, jnp.float32), 2)
+    assert isinstance(head, Embedding)
+    x = np.random.default_rng(3).standard_normal((4, FEATURES), np.float32)
+    expected = head.logits(jnp.asarray(x))
+    use_matmul(head, matmul)
+    np.testing.assert_allclose(head.logits(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
