@@ -22,7 +22,8 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float16")
 WARPGROUP_ROWS = 64  # the M of one wgmma
-MAX_COLUMNS = 64  # grouped queries of one decode tile: more would not leave registers for logits and output
+# Grouped queries of one decode tile, and its output's numbers: more do not fit in registers.
+MAX_COLUMNS, MAX_OUTPUT = 32, 32 * 128
 
 # wgmma and setmaxnreg exist on compute capability 9.0 alone, neither before nor after it.
 HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
@@ -82,7 +83,8 @@ class PrefillBlocks:
 def decode_blocks(spec: PageSpec, group: int, num_sms: int) -> DecodeBlocks:
     """As much KV in flight as shared memory holds; two CTAs share an SM where that leaves enough for each."""
     columns = -(-group // 8) * 8
-    kv_tokens = 64 if spec.head_dim == 256 else 128
+    # Registers hold head_dim x columns of output and twice kv_tokens x columns of logits and weights.
+    kv_tokens = 64 if spec.head_dim == 256 or columns > 16 else 128
     stage_bytes = 2 * kv_tokens * spec.head_dim * 2  # K and V, two bytes a number
     # Two stages of queries, the weights, the partial output in float32.
     fixed_bytes = columns * (2 * 2 * spec.head_dim + 2 * kv_tokens + 4 * spec.head_dim) + SCRATCH_BYTES
@@ -123,10 +125,10 @@ def refuse(platform: str, device_kind: str, spec: PageSpec, num_q_heads: int, q_
         return f"it needs compute capability 9.0 (H100, H200, GH200), this is {device_kind or 'an unnamed device'}"
     if num_q_heads % spec.num_kv_heads:
         return f"{num_q_heads} query heads do not divide evenly among {spec.num_kv_heads} KV heads"
-    group = num_q_heads // spec.num_kv_heads
+    group, most = num_q_heads // spec.num_kv_heads, min(MAX_COLUMNS, MAX_OUTPUT // spec.head_dim)
     checks = (
-        (group <= MAX_COLUMNS, f"{group} query heads share a KV head, it takes at most {MAX_COLUMNS}"),
         (spec.head_dim in HEAD_DIMS, f"head_dim is {spec.head_dim}, it takes {_list(HEAD_DIMS)}"),
+        (group <= most, f"{group} query heads of head_dim {spec.head_dim} share a KV head, it takes at most {most}"),
         (spec.page_size_tokens in PAGE_SIZES, f"pages of {spec.page_size_tokens}, it takes {_list(PAGE_SIZES)} tokens"),
         (str(spec.dtype) in DTYPES, f"pages are {spec.dtype}, it takes {_list(DTYPES)}"),
         (jnp.dtype(q_dtype) == spec.dtype, f"queries are {q_dtype} and pages {spec.dtype}, it takes one type for both"),

@@ -226,6 +226,13 @@ def _compute_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, cta: Any, pieces: 
         def attend_block(i: Any, carry: tuple) -> tuple:
             o, top, total = carry
             slot, block = lax.rem(step + i, blocks.stages), piece.first_block + i
+            in_tail = piece.end - block * B
+
+            @pl.when(in_tail < B)
+            def _():
+                plgpu.barrier_wait(smem.v_full.at[slot])
+                clear_tail(smem.v.at[slot], in_tail)
+
             plgpu.barrier_wait(smem.k_full.at[slot])
             s = product(smem.k.at[slot], smem.q.at[q_slot].transpose((1, 0)), (B, N))
             plgpu.barrier_arrive(smem.k_free.at[slot])
@@ -236,9 +243,12 @@ def _compute_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, cta: Any, pieces: 
             # Summed over tokens only once, at the end: a reduction across warps costs more than eight additions.
             total = total * lax.broadcast_in_dim(decay, s.shape, [1]) + p
             smem.p.transpose((1, 0))[...] = p.astype(smem.p.dtype)
-            plgpu.barrier_wait(smem.v_full.at[slot])
-            clear_tail(smem.v.at[slot], piece.end - block * B)
             plgpu.commit_smem()
+
+            @pl.when(in_tail >= B)
+            def _():
+                plgpu.barrier_wait(smem.v_full.at[slot])
+
             o = o * lax.broadcast_in_dim(decay, o.shape, [1])
             o += product(smem.v.at[slot].transpose((1, 0)), smem.p.transpose((1, 0)), (D, N))
             plgpu.barrier_arrive(smem.v_free.at[slot])
@@ -275,13 +285,16 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
 
 
 def clear_tail(v: Any, length: Any) -> None:
-    """Zeroes the rows of `v`, [B, D] in shared memory, from `length` on: their weights are 0, but 0 * nan is nan."""
+    """Zeroes the rows of `v`, [B, D] in shared memory, from `length` on: their weights are 0, but 0 * nan is nan.
 
-    @pl.when(length < v.shape[0])
-    def _():
-        values = plgpu.load(v, layout=LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=LAYOUT)
-        v[...] = jnp.where(row < length, values, jnp.zeros_like(values))
+    To be called while few registers are in use, and followed by commit_smem.
+    """
+    width = 64  # columns at a time
+    for column in range(0, v.shape[1], width):
+        part = v.at[:, pl.ds(column, width)]
+        values = plgpu.load(part, layout=LAYOUT)
+        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
+        part[...] = jnp.where(row < length, values, jnp.zeros_like(values))
 
 
 class _Gmem(NamedTuple):

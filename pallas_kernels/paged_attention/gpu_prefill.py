@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.gpu_blocks import FLOOR, WARPGROUP_ROWS, Masking, PrefillBlocks
 from pallas_kernels.paged_attention.gpu_decode import (
     LAYOUT,
+    clear_tail,
     copy_units,
     drain,
     page_sources,
@@ -90,7 +91,6 @@ class _Smem(NamedTuple):
     k_free: Any
     v_free: Any
     turn: Any  # both compute warpgroups meet here to take turns
-    tail: Any  # and here when the last block's tail is cleared
 
 
 @dataclass(frozen=True)
@@ -166,25 +166,20 @@ def _compute_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile, w
         plgpu.barrier_arrive(smem.turn)
         plgpu.barrier_wait(smem.turn)
 
-    def clear_half_tail(slot: Any, length: Any) -> None:
-        """Each warpgroup zeroes half of V's rows past the end: their weights are 0, but 0 * nan is nan."""
+    def wait_and_clear(slot: Any, length: Any) -> None:
         plgpu.barrier_wait(smem.v_full.at[slot])
-        height, width = (B // 2, D) if B > rows else (B, D // 2)  # half the rows, or half the columns
-        first = warpgroup * height if height < B else 0
-        half = smem.v.at[slot, pl.ds(first, height), pl.ds(warpgroup * width if width < D else 0, width)]
-        values = plgpu.load(half, layout=LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, half.shape, 0, layout=LAYOUT) + first
-        half[...] = jnp.where(row < length, values, jnp.zeros_like(values))
+        clear_tail(smem.v.at[slot], length)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.tail)
-        plgpu.barrier_wait(smem.tail)
 
     def attend_block(step: Any, carry: tuple, masked: bool) -> tuple:
         acc, top, total = carry
         slot, block = lax.rem(step, blocks.stages), tile.first_block + step
         in_tail = tile.end - block * B
-        if masked:  # now, while registers are free: the logits and the copy of V's tail would not both fit
-            pl.when(in_tail < B)(lambda: clear_half_tail(slot, in_tail))
+        # The first warpgroup clears the last block for both: its turn with V comes before the other's. It does so now,
+        # while registers are free.
+        clears = (warpgroup == 0) & (in_tail < B)
+        if masked:
+            pl.when(clears)(lambda: wait_and_clear(slot, in_tail))
         plgpu.barrier_wait(smem.k_full.at[slot])
 
         def multiply(accumulator: Any) -> jax.Array:
@@ -206,7 +201,7 @@ def _compute_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile, w
         acc, total, new_top, p = lax.optimization_barrier((acc, total, new_top, p))
         plgpu.barrier_arrive(smem.turn)  # the softmax is done; the other may start its own
         if masked:
-            pl.when(in_tail >= B)(lambda: plgpu.barrier_wait(smem.v_full.at[slot]))
+            pl.when(jnp.logical_not(clears))(lambda: plgpu.barrier_wait(smem.v_full.at[slot]))
         else:
             plgpu.barrier_wait(smem.v_full.at[slot])
         plgpu.barrier_wait(smem.turn)
@@ -257,7 +252,6 @@ def _scratch(blocks: PrefillBlocks, dtype: Any) -> list[Any]:
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         v_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         turn=plgpu.Barrier(num_arrivals=2),
-        tail=plgpu.Barrier(num_arrivals=2),
     )
     return list(memory)
 
@@ -291,12 +285,12 @@ def prefill(
 
         @pl.when((tile.blocks > 0) & (warpgroup < MEMORY))
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             _compute_warpgroup(kernel, gmem, smem, tile, warpgroup)
 
         @pl.when((tile.blocks > 0) & (warpgroup == MEMORY))
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(32, action="decrease")
             _memory_warpgroup(kernel, gmem, smem, tile)
 
     operands = (q, k, v, table.reshape(-1), plan.tiles, base, *(() if sinks is None else (sinks,)))
