@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_kernels.paged_attention import gpu_blocks
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
@@ -26,7 +27,7 @@ class Candidate:
     """An implementation, and what speaks against it: `refuse` returns a reason, or None if it fits."""
 
     name: str
-    make: Callable[[], PagedAttention]
+    make: Callable[[Target], PagedAttention]
     refuse: Callable[[Target], str | None]
 
 
@@ -41,8 +42,21 @@ def refuse_xla(target: Target) -> str | None:
     return None
 
 
+def make_hopper(target: Target) -> PagedAttention:
+    from pallas_kernels.paged_attention.gpu import GpuPagedAttention  # where Mosaic GPU is missing, nobody asks for it
+
+    return GpuPagedAttention(target.num_q_heads // target.spec.num_kv_heads)
+
+
+def refuse_hopper(target: Target) -> str | None:
+    return gpu_blocks.refuse(target.platform, target.device_kind, target.spec, target.num_q_heads, target.q_dtype)
+
+
 # The best first.
-CANDIDATES: tuple[Candidate, ...] = (Candidate("xla", XlaPagedAttention, refuse_xla),)
+CANDIDATES: tuple[Candidate, ...] = (
+    Candidate("hopper", make_hopper, refuse_hopper),
+    Candidate("xla", lambda target: XlaPagedAttention(), refuse_xla),
+)
 
 
 class NoImplementationError(ValueError):
@@ -68,7 +82,7 @@ def choose(
         refusal = candidate.refuse(target)
         if refusal is None:
             instead = "; ".join(refusals) or "no kernel is ahead of it for this platform"
-            return candidate.make(), f"{platform}: {candidate.name} ({instead})"
+            return candidate.make(target), f"{platform}: {candidate.name} ({instead})"
         refusals.append(f"{candidate.name}: {refusal}")
     raise NoImplementationError(
         f"no paged attention for {platform} {device_kind} with {num_q_heads} query heads of {target.q_dtype}, "

@@ -56,8 +56,8 @@ class DecodeBlocks:
 
     @property
     def unit(self) -> int:
-        """Tokens of one copy: a page, or the part of a page that a KV block holds."""
-        return min(self.page_size, self.kv_tokens)
+        """Tokens of one copy: a page, or a part of a large one. Two copies a block at least: with one, ptxas spills."""
+        return min(self.page_size, self.kv_tokens // 2)
 
     @property
     def units(self) -> int:

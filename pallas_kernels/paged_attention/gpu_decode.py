@@ -371,7 +371,7 @@ def decode_partials(
     tiles, num_kv_heads, N, D = q.shape
     kernel = _Kernel(blocks, masking, num_kv_heads, table.shape[1])
 
-    def body(*references: Any) -> None:
+    def paged_decode(*references: Any) -> None:
         gmem, smem = _Gmem(*references[: len(_Gmem._fields)]), _Smem(*references[len(_Gmem._fields) :])
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         pieces = gmem.ctas[cta, 1]
@@ -388,7 +388,7 @@ def decode_partials(
 
     pieces = tiles * num_kv_heads + blocks.num_ctas
     return plgpu.kernel(
-        body,
+        paged_decode,
         out_type=(
             jax.ShapeDtypeStruct((pieces, D, N), jnp.float32),
             jax.ShapeDtypeStruct((pieces, N), jnp.float32),

@@ -34,7 +34,7 @@ def merge_partials(
     _, D, N = o.shape
     tiles = plan.tiles.shape[0]
 
-    def body(*references: Any) -> None:
+    def paged_merge(*references: Any) -> None:
         o_g, lse_g, tiles_g, per_cta_g, *sinks_g, out_g, o_s, lse_s, sink_s, out_s, full, sink_full = references
         pair = lax.axis_index("pair")
         tile, head = lax.div(pair, num_kv_heads), lax.rem(pair, num_kv_heads)
@@ -84,7 +84,7 @@ def merge_partials(
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
-        body,
+        paged_merge,
         out_type=jax.ShapeDtypeStruct((tiles, num_kv_heads, D, N), dtype),
         grid=(tiles * num_kv_heads,),
         grid_names=("pair",),

@@ -276,7 +276,7 @@ def prefill(
     tiles, num_kv_heads = q.shape[:2]
     kernel = _Kernel(blocks, masking, tiles, num_kv_heads, table.shape[1], bool(interpret))
 
-    def body(*references: Any) -> None:
+    def paged_prefill(*references: Any) -> None:
         *inputs, out = references[: len(operands) + 1]
         gmem = _Gmem(*inputs, *(() if sinks is not None else (None,)), out)
         smem = _Smem(*references[len(operands) + 1 :])
@@ -295,7 +295,7 @@ def prefill(
 
     operands = (q, k, v, table.reshape(-1), plan.tiles, base, *(() if sinks is None else (sinks,)))
     return plgpu.kernel(
-        body,
+        paged_prefill,
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(tiles * num_kv_heads,),
         grid_names=("cta",),

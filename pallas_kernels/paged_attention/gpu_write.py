@@ -1,6 +1,7 @@
-"""Writes into the pages in place: a kernel gets the page arrays as references, and with donation nothing is copied.
+"""Writes a step's new tokens into their pages in place: the kernel gets the page arrays as references, and with donation
+nothing is copied, also inside a scan over layers that carries the pool.
 
-Letters: T tokens, L layers, P pages with the scratch page, H KV heads, D head_dim, N moved pages.
+Letters: T tokens, L layers, P pages with the scratch page, H KV heads, D head_dim.
 """
 
 from typing import Any
@@ -25,7 +26,9 @@ def write_tokens(
     """
     L, P, H, page_size, D = pools[0].shape
 
-    def body(k_g: Any, v_g: Any, slots_g: Any, base_g: Any, k_pool: Any, v_pool: Any, k_s: Any, v_s: Any, full: Any):
+    def paged_write(
+        k_g: Any, v_g: Any, slots_g: Any, base_g: Any, k_pool: Any, v_pool: Any, k_s: Any, v_s: Any, full: Any
+    ) -> None:
         token = lax.axis_index("token")
         slot = slots_g[token]
 
@@ -39,66 +42,18 @@ def write_tokens(
             plgpu.copy_smem_to_gmem(v_s, v_pool.at[page, :, offset])
             plgpu.wait_smem_to_gmem(0)
 
-    return _in_place(
-        body,
-        pools,
-        (L * P, H, page_size, D),
-        (*new, slots, base),
+    references = [jax.new_ref(pool.reshape(L * P, H, page_size, D)) for pool in pools]
+    plgpu.kernel(
+        paged_write,
+        out_type=(),
         grid=(len(slots),),
         grid_names=("token",),
-        scratch_types=_buffers((H, D), pools[0].dtype),
+        scratch_types=[
+            plgpu.SMEM((H, D), pools[0].dtype),
+            plgpu.SMEM((H, D), pools[0].dtype),
+            plgpu.Barrier(num_arrivals=2),
+        ],
         interpret=interpret,
-    )
-
-
-def write_pages(
-    pools: tuple[jax.Array, jax.Array],
-    content: tuple[jax.Array, jax.Array],
-    ids: jax.Array,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Writes whole pages, [N, L, H, page_size, D] each of K and V, into pages `ids`, int32 [N], of the pools.
-
-    The scratch page, which is the pools' last, takes nothing.
-    """
-    L, P, H, page_size, D = pools[0].shape
-
-    def body(k_g: Any, v_g: Any, ids_g: Any, k_pool: Any, v_pool: Any, k_s: Any, v_s: Any, full: Any) -> None:
-        index, layer, head = (lax.axis_index(name) for name in ("page", "layer", "head"))
-        page = ids_g[index]
-
-        @pl.when(page < P - 1)
-        def _():
-            source, target = (index * L + layer) * H + head, (layer * P + page) * H + head
-            plgpu.copy_gmem_to_smem(k_g.at[source], k_s, full)
-            plgpu.copy_gmem_to_smem(v_g.at[source], v_s, full)
-            plgpu.barrier_wait(full)
-            plgpu.copy_smem_to_gmem(k_s, k_pool.at[target])
-            plgpu.copy_smem_to_gmem(v_s, v_pool.at[target])
-            plgpu.wait_smem_to_gmem(0)
-
-    flat = (-1, page_size, D)
-    return _in_place(
-        body,
-        pools,
-        (L * P * H, page_size, D),
-        (*(x.reshape(flat) for x in content), ids),
-        grid=(len(ids), L, H),
-        grid_names=("page", "layer", "head"),
-        scratch_types=_buffers((page_size, D), pools[0].dtype),
-        interpret=interpret,
-    )
-
-
-def _buffers(shape: tuple[int, ...], dtype: Any) -> list[Any]:
-    return [plgpu.SMEM(shape, dtype), plgpu.SMEM(shape, dtype), plgpu.Barrier(num_arrivals=2)]
-
-
-def _in_place(
-    body: Any, pools: tuple[jax.Array, jax.Array], view: tuple[int, ...], operands: tuple, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Runs a kernel over `operands` and references to both pools, seen in the shape `view`; returns the pools."""
-    references = [jax.new_ref(pool.reshape(view)) for pool in pools]
-    plgpu.kernel(body, out_type=(), **options)(*operands, *references)
+    )(*new, slots, base, *references)
     k, v = (jax.freeze(reference).reshape(pool.shape) for reference, pool in zip(references, pools, strict=True))
     return k, v
