@@ -88,7 +88,7 @@ def decode_blocks(spec: PageSpec, group: int, num_sms: int) -> DecodeBlocks:
     stage_bytes = 2 * kv_tokens * spec.head_dim * 2  # K and V, two bytes a number
     # Two stages of queries, the weights, the partial output in float32.
     fixed_bytes = columns * (2 * 2 * spec.head_dim + 2 * kv_tokens + 4 * spec.head_dim) + SCRATCH_BYTES
-    ctas_per_sm = 2 if spec.head_dim == 64 else 1
+    ctas_per_sm = 2 if spec.head_dim == 64 and columns <= 16 else 1
     stages = min(4, (SHARED_MEMORY_BYTES // ctas_per_sm - fixed_bytes) // stage_bytes)
     return DecodeBlocks(
         head_dim=spec.head_dim,

@@ -376,14 +376,13 @@ def decode_partials(
         cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
         pieces = gmem.ctas[cta, 1]
 
+        # Registers are not moved between the warpgroups: both need few, so that an SM may hold two CTAs.
         @pl.when(warpgroup == COMPUTE)
         def _():
-            plgpu.set_max_registers(208, action="increase")
             _compute_warpgroup(kernel, gmem, smem, cta, pieces)
 
         @pl.when(warpgroup == MEMORY)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
             _memory_warpgroup(kernel, gmem, smem, gmem.base[0], cta, pieces)
 
     pieces = tiles * num_kv_heads + blocks.num_ctas
