@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # noqa: E402
 from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
-from pallas_kernels.paged_attention.case_runner import hopper_cases, run_case  # noqa: E402
+from pallas_kernels.paged_attention.case_runner import CaseRunner, hopper_cases  # noqa: E402
 from pallas_kernels.paged_attention.cases import Case  # noqa: E402
 from pallas_kernels.paged_attention.gpu import GpuPagedAttention  # noqa: E402
 
@@ -28,8 +28,9 @@ from pallas_kernels.paged_attention.gpu import GpuPagedAttention  # noqa: E402
 def main() -> None:
     failures = []
     cases = [case for case in hopper_cases(padded=False) if selected(case.name)]
+    runner = CaseRunner(interpreted)
     for case in cases:
-        result = run_case(case, interpreted(case))
+        result = runner.run(case)
         races = get_races().races_found
         verdict = "ok" if result.passed and not races else "FAILED"
         print(

@@ -14,7 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.api import PageSpec
-from pallas_kernels.paged_attention.case_runner import run_case
+from pallas_kernels.paged_attention.case_runner import CaseRunner
 from pallas_kernels.paged_attention.cases import EXACT, Case, build
 from pallas_kernels.paged_attention.dispatch import choose
 from pallas_kernels.paged_attention.gpu import GpuPagedAttention
@@ -36,7 +36,7 @@ CASES = (
 def test_case_in_the_interpreter_matches_the_reference_without_races(case: Case) -> None:
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     attention = GpuPagedAttention(case.num_q_heads // case.num_kv_heads, num_sms=1, interpret=interpret)
-    result = run_case(case, attention)
+    result = CaseRunner(lambda _: attention).run(case)
     assert result.close, result
     assert result.pages_equal
     assert not get_races().races_found
