@@ -32,7 +32,8 @@ from pallas_kernels.paged_attention.gpu import GpuPagedAttention
 from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
 RUNS = 5
-RUN_SECONDS = 0.03  # of repeated kernels in one program, about
+# Calls in one program. The number is static: XLA would ask the host after each turn of a loop of unknown length.
+REPEATS = 20
 
 
 @dataclass(frozen=True)
@@ -195,20 +196,20 @@ def time_paged(bench: Bench, inputs: Inputs, wanted: str) -> tuple[float, int]:
     empty = jax.eval_shape(lambda: attention.make_pages(inputs.spec))
     pages = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16), empty)
 
-    def repeat(times: jax.Array, pages: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: AttentionBatch) -> Any:
+    def repeat(pages: Any, q: jax.Array, k: jax.Array, v: jax.Array, batch: AttentionBatch) -> Any:
         work = attention.make_work(batch, len(q), inputs.spec)
 
         def attend(_: jax.Array, carry: tuple) -> tuple:
             q, pages = carry
             return attention.attend(q, k, v, pages, work, layer=0, scale=bench.head_dim**-0.5, window=bench.window)
 
-        return lax.fori_loop(0, times, attend, (q, pages))
+        return lax.fori_loop(0, REPEATS, attend, (q, pages))
 
-    compiled = jax.jit(repeat, donate_argnums=1)
+    compiled = jax.jit(repeat, donate_argnums=0)
     state = [pages]
 
-    def run(times: int) -> Any:
-        out, state[0] = compiled(jnp.int32(times), state[0], inputs.q, inputs.k, inputs.v, inputs.batch)
+    def run() -> Any:
+        out, state[0] = compiled(state[0], inputs.q, inputs.k, inputs.v, inputs.batch)
         return out
 
     return time_repeats(run), bench.flops
@@ -257,34 +258,30 @@ def baselines(bench: Bench, inputs: Inputs) -> dict[str, Callable[[], tuple[floa
 
 def time_chain(attend: Callable[..., jax.Array], q: jax.Array, *others: jax.Array) -> float:
     """Seconds of one call whose result has the queries' shape and is the next call's queries."""
-    loop = jax.jit(lambda times, q, *others: lax.fori_loop(0, times, lambda _, q: attend(q, *others), q))
-    return time_repeats(lambda times: loop(jnp.int32(times), q, *others))
+    loop = jax.jit(lambda q, *others: lax.fori_loop(0, REPEATS, lambda _, q: attend(q, *others), q))
+    return time_repeats(lambda: loop(q, *others))
 
 
-def time_repeats(run: Callable[[int], Any]) -> float:
-    """Seconds of one repeat: the median of several runs of as many repeats as fill RUN_SECONDS."""
-    jax.block_until_ready(run(1))
+def time_repeats(run: Callable[[], Any]) -> float:
+    """Seconds of one of the REPEATS calls in `run`: the median of several runs, after one to warm up."""
+    jax.block_until_ready(run())
 
-    def seconds(times: int) -> float:
+    def seconds() -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(times))
+        jax.block_until_ready(run())
         return time.perf_counter() - start
 
-    times = max(2, min(1000, int(RUN_SECONDS / max(seconds(4) / 4, 1e-6))))
-    return statistics.median(seconds(times) for _ in range(RUNS)) / times
+    return statistics.median(seconds() for _ in range(RUNS)) / REPEATS
 
 
 def measure_ceilings(tiny: bool) -> dict[str, float]:
     """A device copy, bytes read and written, and a bf16 matmul of random numbers."""
     numbers, width = (1 << 20, 256) if tiny else (1 << 29, 8192)
     source = jnp.zeros(numbers, jnp.bfloat16)
-    copy = jax.jit(lambda times, x: lax.fori_loop(0, times, lambda _, x: x + 1, x))
-    copy_seconds = time_repeats(lambda times: copy(jnp.int32(times), source))
+    copy_seconds = time_chain(lambda x: x + 1, source)
     keys = jax.random.split(jax.random.key(3), 2)
     left, right = (jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys)
-    right /= width**0.5
-    matmul = jax.jit(lambda times, x, y: lax.fori_loop(0, times, lambda _, x: x @ y, x))
-    matmul_seconds = time_repeats(lambda times: matmul(jnp.int32(times), left, right))
+    matmul_seconds = time_chain(lambda x, y: x @ y, left, right / width**0.5)
     return {
         "copy_gb_s": round(2 * source.nbytes / copy_seconds / 1e9, 1),
         "matmul_tflop_s": round(2 * width**3 / matmul_seconds / 1e12, 4),

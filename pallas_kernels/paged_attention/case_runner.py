@@ -1,8 +1,10 @@
 """Runs the cases through an implementation and holds the result to the reference: for tests, and for checks on devices."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import jax
@@ -55,7 +57,8 @@ class CaseRunner:
 
     def __init__(self, make: Callable[[Case], PagedAttention]) -> None:
         self._make = make
-        self._programs: dict[Any, Callable[..., tuple[jax.Array, Any]]] = {}
+        self._programs: dict[str, Callable[..., tuple[jax.Array, Any]]] = {}
+        self._locks: defaultdict[str, Lock] = defaultdict(Lock)
 
     def compile(self, case: Case) -> None:
         """Compiles what `run` will need; safe to call from several threads."""
@@ -85,13 +88,14 @@ class CaseRunner:
         arguments = _arguments(attention, inputs)
         shapes = [(leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(arguments)]
         key = repr((inputs.spec, sorted(static.items()), inputs.options["sinks"] is None, shapes))
-        if key not in self._programs:
 
-            def step(pages: Any, q: Any, k: Any, v: Any, batch: Any, layer: Any, sinks: Any) -> tuple[jax.Array, Any]:
-                work = attention.make_work(batch, q.shape[0], inputs.spec)
-                return attention.attend(q, k, v, pages, work, layer=layer, sinks=sinks, **static)
+        def step(pages: Any, q: Any, k: Any, v: Any, batch: Any, layer: Any, sinks: Any) -> tuple[jax.Array, Any]:
+            work = attention.make_work(batch, q.shape[0], inputs.spec)
+            return attention.attend(q, k, v, pages, work, layer=layer, sinks=sinks, **static)
 
-            self._programs[key] = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
+        with self._locks[key]:
+            if key not in self._programs:
+                self._programs[key] = jax.jit(step, donate_argnums=0).lower(*arguments).compile()
         return self._programs[key]
 
 
