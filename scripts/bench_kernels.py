@@ -2,8 +2,8 @@
 
     python scripts/bench_kernels.py [--tiny] [--json FILE] [--implementation xla]
 
-For each case: time, useful bytes / time against a measured device copy, FLOPs / time against a measured bf16 matmul, and
-the same of what a JAX user would use instead (`jax.nn.dot_product_attention` with cuDNN on contiguous KV; JAX's own
+For each case: time, useful bytes / time against a measured device copy, FLOPs / time against a measured bf16 matmul,
+and the same of what a JAX user would use instead (`jax.nn.dot_product_attention` with cuDNN on contiguous KV; JAX's own
 paged attention for GPU). Useful bytes are those of true lengths; FLOPs are causal, 4 Hq D (C S + C (C + 1) / 2) for a
 chunk of C tokens on top of S. Times are medians of several runs; a run repeats the kernel inside one program, so that
 the host's part is not in it. Prints a table and, last, one JSON line.

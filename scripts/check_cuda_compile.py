@@ -4,9 +4,9 @@
     pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-nvvm flax jaxtyping transformers
     python scripts/check_cuda_compile.py [--kernels-only] [--quick]
 
-in an environment of its own. Prints registers, spilled bytes, shared memory and tensor core instructions of every kernel,
-and exits with 1 if one spills, lacks wgmma where it should have it, or if a step copies its page pool. Nothing is
-executed.
+in an environment of its own. Prints registers, spilled bytes, shared memory and tensor core instructions of every
+kernel, and exits with 1 if one spills, lacks wgmma where it should have it, or if a step copies its page pool. Nothing
+is executed.
 """
 
 import argparse
@@ -138,15 +138,19 @@ class Report:
         pool_bytes = sum(_shard_bytes(leaf) for leaf in leaves)
         if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 4:
             self.faults.append(f"{name}: the pool of {pool_bytes} bytes is not updated in place: {memory}")
-        print(f"  pool {pool_bytes >> 20} MiB, aliased {memory.alias_size_in_bytes >> 20} MiB, "
-              f"temporary {memory.temp_size_in_bytes / 2**20:.1f} MiB")
+        print(
+            f"  pool {pool_bytes >> 20} MiB, aliased {memory.alias_size_in_bytes >> 20} MiB, "
+            f"temporary {memory.temp_size_in_bytes / 2**20:.1f} MiB"
+        )
         for ptxas in sorted(DUMP.glob("*.ptxas")):
             self._add(name, read_kernel(ptxas))
 
     def _add(self, name: str, kernel: dict[str, Any]) -> None:
         self.kernels.append({"program": name, **kernel})
-        print("  {kernel:14} {registers:4} registers, {spilled_bytes} bytes spilled, {shared_bytes:6} bytes shared, "
-              "{wgmma:3} wgmma {shapes}".format(**kernel))
+        print(
+            "  {kernel:14} {registers:4} registers, {spilled_bytes} bytes spilled, {shared_bytes:6} bytes shared, "
+            "{wgmma:3} wgmma {shapes}".format(**kernel)
+        )
         if kernel["spilled_bytes"]:
             self.faults.append(f"{name}: {kernel['kernel']} spills {kernel['spilled_bytes']} bytes")
         if kernel["kernel"] in NEEDS_WGMMA and not kernel["wgmma"]:

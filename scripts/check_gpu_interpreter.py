@@ -17,12 +17,12 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ["JAX_PLATFORMS"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races  # noqa: E402
-from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.case_runner import CaseRunner, hopper_cases  # noqa: E402
-from pallas_kernels.paged_attention.cases import Case  # noqa: E402
-from pallas_kernels.paged_attention.gpu import GpuPagedAttention  # noqa: E402
+from pallas_kernels.paged_attention.case_runner import CaseRunner, hopper_cases
+from pallas_kernels.paged_attention.cases import Case
+from pallas_kernels.paged_attention.gpu import GpuPagedAttention
 
 
 def main() -> None:
@@ -33,11 +33,9 @@ def main() -> None:
         result = runner.run(case)
         races = get_races().races_found
         verdict = "ok" if result.passed and not races else "FAILED"
-        print(
-            f"{verdict:6} {case.name:40} error {result.error:.4f}, pages {'equal' if result.pages_equal else 'DIFFER'}, "
-            f"{'RACES' if races else 'no race'}, {result.seconds:.0f} s",
-            flush=True,
-        )
+        pages = "equal" if result.pages_equal else "DIFFER"
+        detail = f"error {result.error:.4f}, pages {pages}, {'RACES' if races else 'no race'}, {result.seconds:.0f} s"
+        print(f"{verdict:6} {case.name:40} {detail}", flush=True)
         if verdict != "ok":
             failures.append(case.name)
     print(f"{len(cases) - len(failures)} passed, {len(failures)} failed")

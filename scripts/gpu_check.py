@@ -1,4 +1,4 @@
-"""The whole check of jpaged on a GPU: correctness, speed of the kernels, a Llama end to end. Run by scripts/gpu_check.sh.
+"""The whole check of jpaged on a GPU: correctness, the kernels' speed, a Llama end to end. Run by scripts/gpu_check.sh.
 
     python scripts/gpu_check.py [--json FILE] [--model DIR] [--seconds N] [--tiny]
 
@@ -8,7 +8,7 @@ file as soon as it ends, so that whatever stops the check leaves what was measur
     device     what there is, and which implementation is chosen
     cases      every case against the reference, through the kernels
     kernels    scripts/bench_kernels.py
-    logits     teacher-forced logits in bfloat16 through pages (chunks, a span, single tokens) against float32 on the CPU
+    logits     teacher-forced logits in bfloat16 through pages (chunks, a span, single tokens), the CPU's in float32
     offline64  scripts/bench_offline.py
 
 The model is a random Llama with the demo model's shapes, the same every time, unless a directory is given. `--tiny` is
@@ -16,7 +16,10 @@ for trying the script on a CPU. Exits with 1 if a stage failed.
 """
 
 import argparse
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,7 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or str(write_model(Path(directory) / "model", arguments.tiny))
         for stage in arguments.stages or STAGE_SECONDS:
-            limit = min(STAGE_SECONDS[stage], deadline - time.monotonic())
+            limit = min(STAGE_SECONDS[stage] * (4 if arguments.tiny else 1), deadline - time.monotonic())
             figures[stage] = run_stage(stage, model, arguments.tiny, limit)
             failed = [name for name in STAGE_SECONDS if not figures.get(name, {"passed": True})["passed"]]
             figures["passed"] = not failed
@@ -93,16 +96,22 @@ def run_stage(stage: str, model: str, tiny: bool, limit_seconds: float) -> dict[
     start = time.monotonic()
     partial_file(stage).unlink(missing_ok=True)
     command = [sys.executable, __file__, "--stage", stage, "--model", model, *["--tiny"] * tiny]
+    # A session of its own, so that what a stage started ends with it.
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    problem = None
     try:
-        done = subprocess.run(command, cwd=ROOT, timeout=limit_seconds, text=True, capture_output=True)
-        output, problem = done.stdout + done.stderr, None if done.returncode == 0 else f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired as late:
-        output, problem = _text(late.stdout) + _text(late.stderr), f"took longer than {limit_seconds:.0f} s"
-        done = None
+        output, _ = process.communicate(timeout=limit_seconds)
+        problem = f"exit status {process.returncode}" if process.returncode else None
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        problem = f"took longer than {limit_seconds:.0f} s"
     print(output[-6000:], flush=True)
     figures: dict[str, Any] = {"passed": False}
-    if done is not None and problem is None:
-        figures = json.loads(done.stdout.strip().splitlines()[-1])
+    if problem is None:
+        figures = json.loads(next(line for line in reversed(output.splitlines()) if line.startswith("{")))
     elif partial_file(stage).exists():
         figures |= json.loads(partial_file(stage).read_text())
     if problem:
@@ -113,10 +122,6 @@ def run_stage(stage: str, model: str, tiny: bool, limit_seconds: float) -> dict[
 def partial_file(stage: str) -> Path:
     """Where a stage leaves what it has so far."""
     return Path(tempfile.gettempdir()) / f"jpaged_gpu_check_{stage}.json"
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 def write_model(directory: Path, tiny: bool) -> Path:
@@ -241,7 +246,8 @@ def check_logits(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         print(name, figures[name], flush=True)
     ours, xla = figures["chosen"], figures["xla"]
-    passed = ours["largest_gap"] < TIE and ours["mean_error"] <= 1.5 * xla["mean_error"] + 1e-6
+    # What XLA's attention does in the same type is the measure; a token may differ where the reference is nearly tied.
+    passed = ours["largest_gap"] <= max(TIE, 1.5 * xla["largest_gap"]) and ours["mean_error"] <= 1.5 * xla["mean_error"]
     return {"passed": bool(passed), **figures}
 
 
@@ -273,7 +279,7 @@ def paged_logits(model: Any, attention: Any, page_spec: Any, ids: Any) -> Any:
 
     edges = [0, 128, 200, 205, *range(206, len(ids) + 1)]
     pages, logits = attention.make_pages(page_spec), []
-    for start, end in zip(edges[:-1], edges[1:], strict=True):
+    for start, end in itertools.pairwise(edges):
         padded = np.zeros(128 if end - start > 8 else 8, np.int32)
         padded[: end - start] = ids[start:end]
         out, pages = step(weights, pages, jnp.asarray(padded), jnp.int32(start), jnp.int32(end - start))
@@ -282,12 +288,13 @@ def paged_logits(model: Any, attention: Any, page_spec: Any, ids: Any) -> Any:
 
 
 def bench_offline(arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "scripts/bench_offline.py", "--model", arguments.model, "--workload", "offline64"]
-    done = subprocess.run([*command, "--max-model-len", "1024"], text=True, capture_output=True)
-    print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
-    if done.returncode:
-        return {"passed": False, "error": done.stderr[-800:]}
-    return {"passed": True, **json.loads(done.stdout.strip().splitlines()[-1])}
+    workload = "prefix:2" if arguments.tiny else "offline64"
+    command = [sys.executable, "scripts/bench_offline.py", "--model", arguments.model, "--workload", workload]
+    command += ["--max-model-len", "1024", *["--max-num-seqs", "8"] * arguments.tiny]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
+    print(done.stdout[-3000:], flush=True)
+    figures = json.loads(done.stdout.strip().splitlines()[-1]) if done.stdout.strip().endswith("}") else {}
+    return {"passed": not done.returncode, **figures}
 
 
 STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

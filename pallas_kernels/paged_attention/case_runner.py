@@ -1,4 +1,4 @@
-"""Runs the cases through an implementation and holds the result to the reference: for tests, and for checks on devices."""
+"""Runs the cases through an implementation and holds the results to the reference: for tests, and checks on devices."""
 
 import time
 from collections import defaultdict

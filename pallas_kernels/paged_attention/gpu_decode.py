@@ -3,8 +3,8 @@
 A tile is up to `tile_tokens` query tokens of one sequence; with one KV head it is a pair. All pairs' KV blocks form one
 stream, in the order (tile, head, block), which is cut into equal runs, one for each CTA ("stream-K", arXiv 2301.03598):
 one long sequence among short ones keeps every SM busy. Where a cut falls inside a pair its runs leave partial softmax
-results, numbered pair + CTA (going along the stream each step enters a new pair or a new CTA, so no two share a number).
-A second kernel merges them as in Flash-Decoding.
+results, numbered pair + CTA (along the stream each step enters a new pair or a new CTA, so no two share a number). A
+second kernel merges them as in Flash-Decoding.
 
 Within a CTA a memory warpgroup reads page ids and copies pages by TMA, stages ahead of the one that computes. The
 operands are swapped: KV tokens lie on the M of a wgmma and the few grouped queries on its N, so that 8 queries cost
@@ -14,7 +14,6 @@ Letters: L layers, P pages with the scratch page, H KV heads, G query heads per 
 tokens of a block.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +23,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention.gpu_blocks import FLOOR, LOG2_E, DecodeBlocks, Masking
+from pallas_kernels.paged_attention.gpu_blocks import FLOOR, DecodeBlocks, Masking
+from pallas_kernels.paged_attention.gpu_parts import (
+    LAYOUT,
+    clear_tail,
+    copy_units,
+    drain,
+    page_sources,
+    product,
+    scaled_logits,
+    swizzled,
+)
 from pallas_kernels.paged_attention.tiles import Tiles
 
 COMPUTE, MEMORY = 0, 1  # warpgroups
-MERGE_STAGES = 4
-TILE_COLUMNS = 6  # of a tile's row in DecodePlan.tiles
-LAYOUT = plgpu.Layout.WGMMA
 BY_COLUMN = LAYOUT.reduce(0)
 
 
@@ -126,13 +132,6 @@ class _Kernel:
         return jnp.where(visible, s, FLOOR)
 
 
-def scaled_logits(s: jax.Array, masking: Masking) -> jax.Array:
-    """float32 products to logits in powers of 2, soft-capped where asked."""
-    if masking.soft_cap is None:
-        return s * (masking.scale * LOG2_E)
-    return jnp.tanh(s * (masking.scale / masking.soft_cap)) * (masking.soft_cap * LOG2_E)
-
-
 def _memory_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, base: Any, cta: Any, pieces: Any) -> None:
     """Copies each piece's queries, then its pages, into the stages as they fall free."""
     blocks = kernel.blocks
@@ -171,46 +170,6 @@ def _memory_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, base: Any, cta: Any
     steps = lax.fori_loop(0, pieces, copy_piece, jnp.int32(0))
     drain(pieces, 2, smem.q_free)
     drain(steps, blocks.stages, smem.k_free, smem.v_free)
-
-
-def drain(steps: Any, stages: int, *free: Any) -> None:
-    """Waits until every stage that was ever filled is free: no barrier is left with an arrival nobody saw."""
-    for slot in range(stages):
-
-        @pl.when(steps > slot)
-        def _(slot=slot):
-            for barrier in free:
-                plgpu.barrier_wait(barrier.at[slot])
-
-
-def page_sources(
-    blocks: Any, table: Any, table_row: Any, first_unit: Any, last_unit: Any, base: Any, head: Any, num_kv_heads: int
-) -> list[tuple[Any, Any]]:
-    """Where a KV block's units lie: row of the page array, and token within the page.
-
-    To be called before waiting for the stage, so that the page ids' latency hides behind the wait.
-    """
-    sources = []
-    for unit in range(blocks.units):
-        token = jnp.minimum(first_unit + unit, last_unit) * blocks.unit
-        page = table[table_row + lax.div(token, blocks.page_size)]
-        sources.append(((base + page) * num_kv_heads + head, lax.rem(token, blocks.page_size)))
-    return sources
-
-
-def copy_units(blocks, sources, first_unit: Any, last_unit: Any, pages: Any, stage: Any, full: Any) -> None:
-    """Copies one KV block from its pages; units past the last are left as they are, and count as arrived."""
-    for unit, (row, offset) in enumerate(sources):
-        exists = first_unit + unit <= last_unit
-
-        @pl.when(exists)
-        def _(unit=unit, row=row, offset=offset):
-            page = pages.at[row] if blocks.unit == blocks.page_size else pages.at[row, pl.ds(offset, blocks.unit)]
-            plgpu.copy_gmem_to_smem(page, stage.at[pl.ds(unit * blocks.unit, blocks.unit)], full)
-
-        @pl.when(jnp.logical_not(exists))
-        def _():
-            plgpu.barrier_arrive(full)
 
 
 def _compute_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, cta: Any, pieces: Any) -> None:
@@ -274,29 +233,6 @@ def _compute_warpgroup(kernel: _Kernel, gmem: Any, smem: Any, cta: Any, pieces: 
     plgpu.wait_smem_to_gmem(0)
 
 
-def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
-    """a b in float32 by wgmma, both operands in shared memory."""
-
-    def multiply(accumulator: Any) -> jax.Array:
-        plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
-
-def clear_tail(v: Any, length: Any) -> None:
-    """Zeroes the rows of `v`, [B, D] in shared memory, from `length` on: their weights are 0, but 0 * nan is nan.
-
-    To be called while few registers are in use, and followed by commit_smem.
-    """
-    width = 64  # columns at a time
-    for column in range(0, v.shape[1], width):
-        part = v.at[:, pl.ds(column, width)]
-        values = plgpu.load(part, layout=LAYOUT)
-        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=LAYOUT)
-        part[...] = jnp.where(row < length, values, jnp.zeros_like(values))
-
-
 class _Gmem(NamedTuple):
     """References into device memory."""
 
@@ -326,11 +262,6 @@ class _Smem(NamedTuple):
     k_free: Any
     v_full: Any
     v_free: Any
-
-
-def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the form that wgmma and TMA share: 8 x 64 tiles, swizzled over 128 bytes."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def _scratch(blocks: DecodeBlocks, dtype: Any) -> list[Any]:

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_blocks import FLOOR
-from pallas_kernels.paged_attention.gpu_decode import BY_COLUMN, LAYOUT, DecodePlan
+from pallas_kernels.paged_attention.gpu_decode import BY_COLUMN, DecodePlan
+from pallas_kernels.paged_attention.gpu_parts import LAYOUT
 
 STAGES = 4  # partial results in flight
 

@@ -19,13 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_blocks import FLOOR, WARPGROUP_ROWS, Masking, PrefillBlocks
-from pallas_kernels.paged_attention.gpu_decode import (
+from pallas_kernels.paged_attention.gpu_parts import (
     LAYOUT,
     clear_tail,
     copy_units,
     drain,
     page_sources,
-    product,
     scaled_logits,
     swizzled,
 )
@@ -128,9 +127,15 @@ class _Kernel:
         return jnp.where(visible, s, FLOOR)
 
     def accumulate(self, acc: jax.Array, p: jax.Array, v: Any) -> jax.Array:
-        """acc + p v, with p in registers. The interpreter multiplies from shared memory alone: there, a plain dot."""
+        """acc + p v, with p in registers.
+
+        The interpreter's wgmma takes operands in shared memory alone: there, a plain dot stands in. It reads V as
+        ordinary loads do, which TMA may only overwrite after a fence.
+        """
         if self.interpret:
-            return acc + jnp.dot(p, v[...], preferred_element_type=jnp.float32)
+            values = v[...]
+            plgpu.commit_smem()
+            return acc + jnp.dot(p, values, preferred_element_type=jnp.float32)
         return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, v))(plgpu.ACC.init(acc))
 
 

@@ -1,5 +1,7 @@
-"""Writes a step's new tokens into their pages in place: the kernel gets the page arrays as references, and with donation
-nothing is copied, also inside a scan over layers that carries the pool.
+"""Writes a step's new tokens into their pages in place.
+
+The kernel gets the page arrays as references: with donation nothing is copied, also inside a scan over layers that
+carries the pool.
 
 Letters: T tokens, L layers, P pages with the scratch page, H KV heads, D head_dim.
 """

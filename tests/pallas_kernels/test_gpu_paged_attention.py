@@ -47,7 +47,7 @@ def test_case_in_the_interpreter_matches_the_reference_without_races(case: Case)
 @pytest.mark.parametrize("lengths", [[1], [300, 5, 128, 129], [5000, *range(1, 40)], []], ids=len)
 def test_the_stream_of_blocks_is_cut_into_equal_runs(lengths: list[int], num_kv_heads: int, window: int | None) -> None:
     blocks = replace(decode_blocks(SPEC, 4, num_sms=7), num_ctas=7)
-    padded = np.array(lengths + [0, 0], np.int32)  # two tiles are not in use
+    padded = np.array([*lengths, 0, 0], np.int32)  # two tiles are not in use
     used = (padded > 0).astype(np.int32)
     tile = np.arange(len(padded), dtype=np.int32)
     tiles = Tiles(*map(jnp.asarray, (tile, tile, np.maximum(padded - 1, 0), used)))
