@@ -133,7 +133,7 @@ class Report:
         jitted = jax.jit(function, donate_argnums=pages_at)
         compiled = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
         print(f"\n{name}: {time.perf_counter() - start:.1f} s")
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         leaves = jax.tree.leaves(arguments[pages_at])
         pool_bytes = sum(_shard_bytes(leaf) for leaf in leaves)
         if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 4:
@@ -201,7 +201,7 @@ def attend_program(shape: Shape, mesh: Mesh, num_kv_heads: int = 4, num_layers: 
 
         return jax.lax.scan(layer_step, (q, pages), jnp.arange(num_layers, dtype=jnp.int32))[0]
 
-    def abstract(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+    def abstract(dtype: Any, *sizes: int) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     pages = jax.tree.map(lambda x: abstract(x.dtype, *x.shape), jax.eval_shape(lambda: attention.make_pages(spec)))

@@ -14,11 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.gpu_blocks import LOG2_E, DecodeBlocks, Masking, PrefillBlocks
 
 LAYOUT = plgpu.Layout.WGMMA
+ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the form that wgmma and TMA share: 8 x 64 tiles, swizzled over 128 bytes."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def page_sources(
@@ -83,7 +86,7 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> jax.Array:
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(multiply, ACC(shape, jnp.float32))
 
 
 def clear_tail(v: Any, length: Any) -> None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_blocks import FLOOR, WARPGROUP_ROWS, Masking, PrefillBlocks
 from pallas_kernels.paged_attention.gpu_parts import (
+    ACC,
     LAYOUT,
     clear_tail,
     copy_units,
@@ -136,7 +137,7 @@ class _Kernel:
             values = v[...]
             plgpu.commit_smem()
             return acc + jnp.dot(p, values, preferred_element_type=jnp.float32)
-        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, v))(plgpu.ACC.init(acc))
+        return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, p, v))(ACC.init(acc))
 
 
 def _memory_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile) -> None:
@@ -192,7 +193,7 @@ def _compute_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile, w
             take_turns()
             return accumulator[...]
 
-        s = pl.run_scoped(multiply, plgpu.ACC((rows, B), jnp.float32))
+        s = pl.run_scoped(multiply, ACC((rows, B), jnp.float32))
         plgpu.barrier_arrive(smem.k_free.at[slot])
         s = scaled_logits(s, kernel.masking)
         if masked:
@@ -283,7 +284,8 @@ def prefill(
 
     def paged_prefill(*references: Any) -> None:
         *inputs, out = references[: len(operands) + 1]
-        gmem = _Gmem(*inputs, *(() if sinks is not None else (None,)), out)
+        sinks_g = inputs[6] if sinks is not None else None
+        gmem = _Gmem(*inputs[:6], sinks=sinks_g, out=out)
         smem = _Smem(*references[len(operands) + 1 :])
         warpgroup = lax.axis_index("warpgroup")
         tile = kernel.tile(lax.axis_index("cta"), gmem.tiles)

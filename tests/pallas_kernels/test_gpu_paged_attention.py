@@ -25,10 +25,12 @@ from pallas_kernels.paged_attention.xla import XlaPagedAttention
 
 SPEC = PageSpec(num_layers=2, num_pages=12, page_size_tokens=16, num_kv_heads=2, head_dim=64, dtype="bfloat16")
 SMALL: dict[str, Any] = {"dtype": "bfloat16", "head_dim": 64, "num_q_heads": 2, "num_kv_heads": 1, **EXACT}
+PADDED: dict[str, Any] = {"padded_tokens": 20}
+WIDE: dict[str, Any] = {"head_dim": 128, "page_size_tokens": 32}
 CASES = (
-    Case("every-class-sinks", ((150, 1), (0, 1), (20, 3), (3, 12)), sinks=True, **(SMALL | {"padded_tokens": 20})),
+    Case("every-class-sinks", ((150, 1), (0, 1), (20, 3), (3, 12)), sinks=True, **(SMALL | PADDED)),
     Case("prefill-on-context-window-soft-cap", ((130, 70),), window=40, soft_cap=5.0, **SMALL),
-    Case("decode-head-dim-128-page-32", ((160, 1), (31, 1)), **(SMALL | {"head_dim": 128}), page_size_tokens=32),
+    Case("decode-head-dim-128-page-32", ((160, 1), (31, 1)), **(SMALL | WIDE)),
 )
 
 
@@ -133,8 +135,8 @@ def test_pages_are_packed_and_sharded_by_head() -> None:
     assert jax.tree.map(jnp.shape, pages) == jax.tree.map(jnp.shape, ATTENTION.make_pages(inputs.spec))
     for got, plain in zip(ATTENTION.unpack_pages(pages, inputs.spec), (inputs.pages_k, inputs.pages_v), strict=True):
         np.testing.assert_array_equal(got.view(np.uint16), plain.view(np.uint16))
-    sharding = ATTENTION.page_sharding(inputs.spec, "model")
-    assert pages.k.shape[sharding.k.index("model")] == inputs.spec.num_kv_heads
+    split: Any = ATTENTION.page_sharding(inputs.spec, "model").k
+    assert pages.k.shape[split.index("model")] == inputs.spec.num_kv_heads
 
 
 def test_pages_are_copied_read_and_written() -> None:
