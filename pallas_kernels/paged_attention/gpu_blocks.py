@@ -113,7 +113,7 @@ def prefill_blocks(spec: PageSpec, group: int) -> PrefillBlocks:
         rows=rows,
         tile_tokens=rows // group,
         kv_tokens=kv_tokens,
-        stages=2,
+        stages=4 if spec.head_dim == 64 else 2,
     )
 
 

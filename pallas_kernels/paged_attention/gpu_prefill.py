@@ -32,6 +32,9 @@ from pallas_kernels.paged_attention.gpu_parts import (
 from pallas_kernels.paged_attention.tiles import Tiles
 
 MEMORY = 2  # the warpgroup after the two that compute
+# A thread. A CTA of three warpgroups starts with 168 each and must not ask for more than it started with, or it waits
+# for ever: 2 * 240 + 24 = 3 * 168.
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24
 BY_ROW = LAYOUT.reduce(1)
 
 
@@ -292,12 +295,12 @@ def prefill(
 
         @pl.when((tile.blocks > 0) & (warpgroup < MEMORY))
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
             _compute_warpgroup(kernel, gmem, smem, tile, warpgroup)
 
         @pl.when((tile.blocks > 0) & (warpgroup == MEMORY))
         def _():
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
             _memory_warpgroup(kernel, gmem, smem, tile)
 
     operands = (q, k, v, table.reshape(-1), plan.tiles, base, *(() if sinks is None else (sinks,)))
