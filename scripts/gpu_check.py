@@ -116,7 +116,7 @@ def run_stage(stage: str, model: str, tiny: bool, limit_seconds: float) -> dict[
         figures |= json.loads(partial_file(stage).read_text())
     if problem:
         figures |= {"passed": False, "error": f"{problem}: {output[-800:]}"}
-    return figures | {"seconds": round(time.monotonic() - start, 1)}
+    return figures | {"stage_seconds": round(time.monotonic() - start, 1)}
 
 
 def partial_file(stage: str) -> Path:

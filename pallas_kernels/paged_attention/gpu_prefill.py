@@ -164,43 +164,61 @@ def _memory_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile) ->
     drain(tile.blocks, blocks.stages, smem.k_free, smem.v_free)
 
 
-def _compute_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile, warpgroup: Any) -> None:
-    blocks, rows = kernel.blocks, WARPGROUP_ROWS
-    D, B = blocks.head_dim, blocks.kv_tokens
-    first_row = warpgroup * rows
-    q_s = smem.q.at[warpgroup]
-    plgpu.copy_gmem_to_smem(gmem.q.at[tile.tile, tile.head, pl.ds(first_row, rows)], q_s, smem.q_full.at[warpgroup])
+@dataclass(frozen=True)
+class _ComputeWarpgroup:
+    """One of the two warpgroups that compute, and its 64 rows of the tile."""
 
-    def take_turns() -> None:
-        plgpu.barrier_arrive(smem.turn)
-        plgpu.barrier_wait(smem.turn)
+    kernel: _Kernel
+    gmem: _Gmem
+    smem: _Smem
+    tile: _Tile
+    index: Any
 
-    def wait_and_clear(slot: Any, length: Any) -> None:
-        plgpu.barrier_wait(smem.v_full.at[slot])
-        clear_tail(smem.v.at[slot], length)
+    @property
+    def first_row(self) -> Any:
+        return self.index * WARPGROUP_ROWS
+
+    def run(self) -> None:
+        blocks, smem, tile = self.kernel.blocks, self.smem, self.tile
+        rows = pl.ds(self.first_row, WARPGROUP_ROWS)
+        q_s, q_full = smem.q.at[self.index], smem.q_full.at[self.index]
+        plgpu.copy_gmem_to_smem(self.gmem.q.at[tile.tile, tile.head, rows], q_s, q_full)
+        carry = (
+            plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, blocks.head_dim), jnp.float32), LAYOUT),
+            plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), FLOOR, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), BY_ROW),
+        )
+        plgpu.barrier_wait(q_full)
+        pl.when(self.index == 1)(self.take_turns)
+        unmasked = jnp.int32(0)
+        if self.kernel.masking.window is None:  # blocks that every row sees whole
+            unmasked = jnp.minimum(lax.div(tile.first_position + 1, blocks.kv_tokens), tile.blocks)
+            carry = lax.fori_loop(0, unmasked, lambda i, c: self.attend_block(i, c, masked=False), carry)
+        carry = lax.fori_loop(unmasked, tile.blocks, lambda i, c: self.attend_block(i, c, masked=True), carry)
+        pl.when(self.index == 0)(self.take_turns)
+        acc, _, total = carry if self.gmem.sinks is None else self.add_sinks(carry)
+        acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
+        q_s[...] = acc.astype(q_s.dtype)
         plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_s, self.gmem.out.at[tile.tile, tile.head, rows])
+        plgpu.wait_smem_to_gmem(0)
 
-    def attend_block(step: Any, carry: tuple, masked: bool) -> tuple:
+    def attend_block(self, step: Any, carry: tuple, masked: bool) -> tuple:
         acc, top, total = carry
-        slot, block = lax.rem(step, blocks.stages), tile.first_block + step
-        in_tail = tile.end - block * B
+        blocks, smem = self.kernel.blocks, self.smem
+        slot, block = lax.rem(step, blocks.stages), self.tile.first_block + step
+        in_tail = self.tile.end - block * blocks.kv_tokens
         # The first warpgroup clears the last block for both: its turn with V comes before the other's. It does so now,
         # while registers are free.
-        clears = (warpgroup == 0) & (in_tail < B)
+        clears = (self.index == 0) & (in_tail < blocks.kv_tokens)
         if masked:
-            pl.when(clears)(lambda: wait_and_clear(slot, in_tail))
+            pl.when(clears)(lambda: self.wait_and_clear(slot, in_tail))
         plgpu.barrier_wait(smem.k_full.at[slot])
-
-        def multiply(accumulator: Any) -> jax.Array:
-            plgpu.wgmma(accumulator, q_s, smem.k.at[slot].transpose((1, 0)))
-            take_turns()
-            return accumulator[...]
-
-        s = pl.run_scoped(multiply, ACC((rows, B), jnp.float32))
+        s = self.multiply_keys(slot)
         plgpu.barrier_arrive(smem.k_free.at[slot])
-        s = scaled_logits(s, kernel.masking)
+        s = scaled_logits(s, self.kernel.masking)
         if masked:
-            s = kernel.mask(s, tile, block, first_row)
+            s = self.kernel.mask(s, self.tile, block, self.first_row)
         new_top = jnp.maximum(top, s.max(axis=1))
         decay = jnp.exp2(top - new_top)
         p = jnp.exp2(s - lax.broadcast_in_dim(new_top, s.shape, [0]))
@@ -214,38 +232,41 @@ def _compute_warpgroup(kernel: _Kernel, gmem: _Gmem, smem: _Smem, tile: _Tile, w
         else:
             plgpu.barrier_wait(smem.v_full.at[slot])
         plgpu.barrier_wait(smem.turn)
-        acc = kernel.accumulate(acc, p, smem.v.at[slot])
+        acc = self.kernel.accumulate(acc, p, smem.v.at[slot])
         plgpu.barrier_arrive(smem.v_free.at[slot])
         return acc, new_top, total
 
-    carry = (
-        plgpu.layout_cast(jnp.zeros((rows, D), jnp.float32), LAYOUT),
-        plgpu.layout_cast(jnp.full((rows,), FLOOR, jnp.float32), BY_ROW),
-        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), BY_ROW),
-    )
-    plgpu.barrier_wait(smem.q_full.at[warpgroup])
-    pl.when(warpgroup == 1)(take_turns)
-    unmasked = jnp.int32(0)
-    if kernel.masking.window is None:  # blocks that every row sees whole
-        unmasked = jnp.minimum(lax.div(tile.first_position + 1, B), tile.blocks)
-        carry = lax.fori_loop(0, unmasked, lambda i, c: attend_block(i, c, masked=False), carry)
-    acc, top, total = lax.fori_loop(unmasked, tile.blocks, lambda i, c: attend_block(i, c, masked=True), carry)
-    pl.when(warpgroup == 0)(take_turns)
-    if gmem.sinks is not None:
-        sinks_s = smem.sinks.at[warpgroup]
-        source = gmem.sinks.at[tile.head, pl.ds(first_row, rows)]
-        plgpu.copy_gmem_to_smem(source, sinks_s, smem.q_full.at[warpgroup])
-        plgpu.barrier_wait(smem.q_full.at[warpgroup])
+    def multiply_keys(self, slot: Any) -> jax.Array:
+        """q K^T in float32; the tensor cores pass to the other warpgroup once this one's products are under way."""
+
+        def multiply(accumulator: Any) -> jax.Array:
+            plgpu.wgmma(accumulator, self.smem.q.at[self.index], self.smem.k.at[slot].transpose((1, 0)))
+            self.take_turns()
+            return accumulator[...]
+
+        return pl.run_scoped(multiply, ACC((WARPGROUP_ROWS, self.kernel.blocks.kv_tokens), jnp.float32))
+
+    def take_turns(self) -> None:
+        plgpu.barrier_arrive(self.smem.turn)
+        plgpu.barrier_wait(self.smem.turn)
+
+    def wait_and_clear(self, slot: Any, length: Any) -> None:
+        plgpu.barrier_wait(self.smem.v_full.at[slot])
+        clear_tail(self.smem.v.at[slot], length)
+        plgpu.commit_smem()
+
+    def add_sinks(self, carry: tuple) -> tuple:
+        """Takes each row's sink into its softmax."""
+        acc, top, total = carry
+        sinks_s, full = self.smem.sinks.at[self.index], self.smem.q_full.at[self.index]
+        rows = pl.ds(self.first_row, WARPGROUP_ROWS)
+        plgpu.copy_gmem_to_smem(self.gmem.sinks.at[self.tile.head, rows], sinks_s, full)
+        plgpu.barrier_wait(full)
         sinks = plgpu.load(sinks_s, layout=BY_ROW)
         new_top = jnp.maximum(top, sinks)
         decay = jnp.exp2(top - new_top)
-        total = total * decay + jnp.exp2(sinks - new_top)
         acc *= lax.broadcast_in_dim(decay, acc.shape, [0])
-    acc *= lax.broadcast_in_dim(1.0 / total, acc.shape, [0])
-    q_s[...] = acc.astype(q_s.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(q_s, gmem.out.at[tile.tile, tile.head, pl.ds(first_row, rows)])
-    plgpu.wait_smem_to_gmem(0)
+        return acc, new_top, total * decay + jnp.exp2(sinks - new_top)
 
 
 def _scratch(blocks: PrefillBlocks, dtype: Any) -> list[Any]:
@@ -296,7 +317,7 @@ def prefill(
         @pl.when((tile.blocks > 0) & (warpgroup < MEMORY))
         def _():
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-            _compute_warpgroup(kernel, gmem, smem, tile, warpgroup)
+            _ComputeWarpgroup(kernel, gmem, smem, tile, warpgroup).run()
 
         @pl.when((tile.blocks > 0) & (warpgroup == MEMORY))
         def _():
