@@ -96,7 +96,7 @@ def run_stage(stage: str, model: str, tiny: bool, limit_seconds: float) -> dict[
     start = time.monotonic()
     partial_file(stage).unlink(missing_ok=True)
     command = [sys.executable, __file__, "--stage", stage, "--model", model, *["--tiny"] * tiny]
-    # A session of its own, so that what a stage started ends with it.
+    # A process group of its own, so that what a stage started ends with it.
     process = subprocess.Popen(
         command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
