@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -49,10 +50,8 @@ def find_topology(name: str) -> list[jax.Device]:
 
     Raises ConfigError if libtpu is not installed or does not know the topology.
     """
-    try:
-        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError("compiling for a TPU needs its compiler, which libtpu brings; install jpaged[tpu]") from error
+    if find_spec("libtpu") is None:
+        raise ConfigError("compiling for a TPU needs its compiler, which libtpu brings; install jpaged[tpu]")
     for variable, value in _NO_TPU_HERE.items():
         os.environ.setdefault(variable, value)
     try:

@@ -14,10 +14,10 @@ import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import jax
-from jaxlib import version as jaxlib_version
 
 SHARED_SOURCES = Path(__file__).parent  # headers
 INSTRUCTION_SET_VARIABLE = "JPAGED_INSTRUCTION_SET"
@@ -142,7 +142,7 @@ def _key(source: Path, compiler: list[str], options: list[str]) -> str:
     """Names everything a build depends on."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False)
     digest = hashlib.sha256()
-    for part in (*compiler, version.stdout, *options, jaxlib_version.__version__, platform.machine()):
+    for part in (*compiler, version.stdout, *options, installed_version("jaxlib"), platform.machine()):
         digest.update(part.encode() + b"\0")
     for file in (source, *sorted(SHARED_SOURCES.glob("*.h"))):
         digest.update(file.read_bytes() + b"\0")

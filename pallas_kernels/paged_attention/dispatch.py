@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.paged_attention import cpu
+from pallas_kernels.paged_attention import cpu, gpu_blocks
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.tpu import TpuPagedAttention
 from pallas_kernels.paged_attention.tpu_blocks import Shape, choose_blocks, device_of, refuse_layout, refuse_step
@@ -80,10 +80,21 @@ def refuse_cpu(target: Target) -> str | None:
     return cpu.refuse(target.spec, target.num_q_heads, target.q_dtype)
 
 
+def make_hopper(target: Target) -> PagedAttention:
+    from pallas_kernels.paged_attention.gpu import GpuPagedAttention  # where Mosaic GPU is missing, nobody asks for it
+
+    return GpuPagedAttention(target.num_q_heads // target.spec.num_kv_heads)
+
+
+def refuse_hopper(target: Target) -> str | None:
+    return gpu_blocks.refuse(target.platform, target.device_kind, target.spec, target.num_q_heads, target.q_dtype)
+
+
 # The best first.
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("tpu kernels", lambda target: TpuPagedAttention(target.device_kind), refuse_tpu, "tpu", limit_tpu),
     Candidate("native", lambda target: cpu.CpuPagedAttention(), refuse_cpu, "cpu"),
+    Candidate("hopper", make_hopper, refuse_hopper, "gpu"),
     Candidate("xla", lambda target: XlaPagedAttention(), refuse_xla),
 )
 

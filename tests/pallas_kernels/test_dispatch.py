@@ -95,7 +95,7 @@ def test_a_refusing_candidate_is_passed_over_with_its_reason() -> None:
     )
     attention, reason = choose("gpu", SPEC, num_q_heads=4, q_dtype="bfloat16", candidates=(kernel, *CANDIDATES))
     assert isinstance(attention, XlaPagedAttention)
-    assert reason == "gpu: xla (kernel: head_dim 64 is not 128)"
+    assert reason.startswith("gpu: xla (kernel: head_dim 64 is not 128; hopper: it needs compute capability 9.0")
 
 
 def test_the_first_that_fits_is_chosen() -> None:
@@ -110,7 +110,9 @@ def test_the_first_that_fits_is_chosen() -> None:
 
 def test_an_error_lists_every_reason() -> None:
     kernel = Candidate("kernel", lambda target: XlaPagedAttention(), lambda target: "needs a warp")
-    with pytest.raises(NoImplementationError, match="kernel: needs a warp; xla: 3 query heads do not divide"):
+    with pytest.raises(
+        NoImplementationError, match=r"kernel: needs a warp; hopper: .*; xla: 3 query heads do not divide"
+    ):
         choose("gpu", SPEC, num_q_heads=3, q_dtype="bfloat16", candidates=(kernel, *CANDIDATES))
     with pytest.raises(NoImplementationError, match="pages are int8"):
         choose("cpu", replace(SPEC, dtype="int8"), num_q_heads=4, q_dtype="bfloat16")
