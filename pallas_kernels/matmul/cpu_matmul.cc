@@ -324,7 +324,7 @@ ffi::Error project(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
       .outputs = outputs,
       .inputs = inputs,
   };
-  prefer_huge_pages(weights.untyped_data(), weights.size_bytes());
+  move_to_huge_pages(weights.untyped_data(), weights.size_bytes());
   run(call, is_bf16, pool);
   return ffi::Error::Success();
 }

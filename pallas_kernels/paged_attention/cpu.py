@@ -16,6 +16,7 @@ from pallas_kernels.paged_attention.moves import LayerMajorMoves
 
 SOURCE = Path(__file__).with_name("cpu_attention.cc")
 BLOCK_TOKENS = 16
+MAKE_PAGES = "jpaged_make_pages"
 
 
 def refuse(spec: PageSpec, num_q_heads: int, q_dtype: np.dtype) -> str | None:
@@ -41,6 +42,7 @@ def register(instruction_set: InstructionSet) -> str:
     library = build(SOURCE, instruction_set)
     target = f"jpaged_attend_{instruction_set.name}"
     jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.jpaged_attend), platform="cpu")
+    jax.ffi.register_ffi_target(MAKE_PAGES, jax.ffi.pycapsule(library.jpaged_make_pages), platform="cpu")
     return target
 
 
@@ -67,7 +69,8 @@ class CpuPagedAttention(LayerMajorMoves):
 
     def make_pages(self, spec: PageSpec) -> jax.Array:
         row = 2 * spec.page_size_tokens * spec.head_dim
-        return jnp.zeros((spec.num_layers, spec.num_pages + 1, spec.num_kv_heads, row), spec.dtype)
+        shape = (spec.num_layers, spec.num_pages + 1, spec.num_kv_heads, row)
+        return jax.ffi.ffi_call(MAKE_PAGES, jax.ShapeDtypeStruct(shape, spec.dtype))()
 
     def make_work(self, batch: AttentionBatch, num_tokens: int, spec: PageSpec) -> AttentionBatch:
         return batch

@@ -9,6 +9,7 @@
 //   V [16 / P, head_dim] words of P tokens: a vector gives the tokens' share of 16 channels of the result.
 // So logits and results both come out in vectors, nothing is summed across lanes, and both blocks are what AMX takes.
 
+#include <cstring>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -555,8 +556,19 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
       .soft_cap = soft_cap,
       .window = window,
   };
-  prefer_huge_pages(pages->untyped_data(), pages->size_bytes());
   run(call, pages->element_type() == ffi::DataType::BF16, pool);
+  return ffi::Error::Success();
+}
+
+// An empty pool, on huge pages from its first byte on.
+ffi::Error make_pages(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> pages) {
+  constexpr int64_t kPart = int64_t{32} << 20;
+  const int64_t bytes = pages->size_bytes();
+  char* data = static_cast<char*>(pages->untyped_data());
+  prefer_huge_pages(data, bytes);
+  parallel_for(pool, (bytes + kPart - 1) / kPart, [&](int64_t part) {
+    std::memset(data + part * kPart, 0, std::min(kPart, bytes - part * kPart));
+  });
   return ffi::Error::Success();
 }
 
@@ -564,6 +576,8 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi:
 }  // namespace jpaged::attention
 
 #pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_make_pages, jpaged::attention::make_pages,
+                              xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().Ret<xla::ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_attend, jpaged::attention::attend,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
