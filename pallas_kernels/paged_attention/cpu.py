@@ -16,7 +16,7 @@ from pallas_kernels.paged_attention.moves import LayerMajorMoves
 
 SOURCE = Path(__file__).with_name("cpu_attention.cc")
 BLOCK_TOKENS = 16
-MAKE_PAGES = "jpaged_make_pages"
+ATTEND, MAKE_PAGES = "jpaged_attend", "jpaged_make_pages"
 
 
 def refuse(spec: PageSpec, num_q_heads: int, q_dtype: np.dtype) -> str | None:
@@ -38,12 +38,12 @@ def refuse(spec: PageSpec, num_q_heads: int, q_dtype: np.dtype) -> str | None:
 
 
 def register(instruction_set: InstructionSet) -> str:
-    """Builds the kernel and makes it known to XLA; returns the name it has there. Raises BuildError."""
+    """Builds the kernel and makes it known to XLA; returns the ending of its names there. Raises BuildError."""
     library = build(SOURCE, instruction_set)
-    target = f"jpaged_attend_{instruction_set.name}"
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(library.jpaged_attend), platform="cpu")
-    jax.ffi.register_ffi_target(MAKE_PAGES, jax.ffi.pycapsule(library.jpaged_make_pages), platform="cpu")
-    return target
+    for name in (ATTEND, MAKE_PAGES):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(f"{name}_{instruction_set.name}", handler, platform="cpu")
+    return instruction_set.name
 
 
 def pack_pages(k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -65,12 +65,12 @@ class CpuPagedAttention(LayerMajorMoves):
     """PagedAttention for the CPU. The pages are one array [num_layers, num_pages + 1, H, page_size * 2 * D]."""
 
     def __init__(self, instruction_set: InstructionSet | None = None) -> None:
-        self._target = register(instruction_set or choose_instruction_set())
+        self._ending = register(instruction_set or choose_instruction_set())
 
     def make_pages(self, spec: PageSpec) -> jax.Array:
         row = 2 * spec.page_size_tokens * spec.head_dim
         shape = (spec.num_layers, spec.num_pages + 1, spec.num_kv_heads, row)
-        return jax.ffi.ffi_call(MAKE_PAGES, jax.ShapeDtypeStruct(shape, spec.dtype))()
+        return jax.ffi.ffi_call(f"{MAKE_PAGES}_{self._ending}", jax.ShapeDtypeStruct(shape, spec.dtype))()
 
     def make_work(self, batch: AttentionBatch, num_tokens: int, spec: PageSpec) -> AttentionBatch:
         return batch
@@ -91,7 +91,7 @@ class CpuPagedAttention(LayerMajorMoves):
     ) -> tuple[jax.Array, jax.Array]:
         sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
         result = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, pages))
-        call = jax.ffi.ffi_call(self._target, result, input_output_aliases={3: 1})
+        call = jax.ffi.ffi_call(f"{ATTEND}_{self._ending}", result, input_output_aliases={3: 1})
         layer = jnp.asarray(layer, jnp.int32)
         out, pages = call(
             q,

@@ -7,6 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jpaged import LLM, SamplingParams
 from jpaged.engine import startup
+from jpaged.request import TokensPrompt
 from pallas_kernels.paged_attention.tpu import TpuPagedAttention
 from tests.fakes.tiny_models import TINY_LLAMA, write_random_checkpoint
 
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.mark.matrix
 def test_tokens_are_those_of_the_xla_implementation(tmp_path, monkeypatch) -> None:
     model = str(write_random_checkpoint(TINY_LLAMA, tmp_path / "model"))
-    prompts = [
+    prompts: list[TokensPrompt] = [
         {"prompt_token_ids": [(7 * i + j) % 120 + 3 for j in range(length)]} for i, length in enumerate((3, 40, 17))
     ]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
