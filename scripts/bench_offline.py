@@ -10,12 +10,14 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 
 from rich.console import Console
 from rich.table import Table
 from workload import load
 
 from jpaged import LLM, SamplingParams
+from jpaged.engine.profiling import Profile
 
 
 def main() -> None:
@@ -32,9 +34,11 @@ def main() -> None:
     params = [
         SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False) for length in lengths
     ]
+    profiler = llm.profile(arguments.profile) if arguments.profile else None
     start = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    seconds = time.perf_counter() - start
+    with profiler or nullcontext():
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        seconds = time.perf_counter() - start
     stats = llm.stats()
     prompt_tokens = sum(map(len, prompts))
     generated = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -55,6 +59,8 @@ def main() -> None:
         "preemptions": stats.preemptions,
     }
     print_table(figures)
+    if profiler is not None:
+        print_profile(profiler.profile)
     print(json.dumps(figures))
     unfinished = sum(len(o.outputs[0].token_ids) != length for o, length in zip(outputs, lengths, strict=True))
     if unfinished or figures["pages_leaked"] or figures["compilations_after_ready"]:
@@ -69,8 +75,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--profile", metavar="DIR", help="write a trace, and say where a step's time goes; costs speed")
     parser.add_argument("--no-overlap", action="store_true", help="wait for each step before planning the next")
     return parser.parse_args()
+
+
+def print_profile(profile: Profile) -> None:
+    table = Table("part", "ms a step", "share", title=f"{profile.steps} steps; the trace is in {profile.directory}")
+    for name, milliseconds, share in profile.rows():
+        table.add_row(name, f"{milliseconds:.2f}", f"{share:.1%}")
+    Console().print(table)
 
 
 def print_table(figures: dict[str, object]) -> None:

@@ -11,8 +11,11 @@ from jpaged.errors import ConfigError
 
 BENCHMARKS = {
     "offline": "Throughput of a workload, all requests at once.",
+    "latency": "One row alone: time to the first token, prefill and decode rates.",
     "serving": "Requests that arrive at random over gRPC: throughput and latencies.",
     "scheduler": "Host time to plan and to commit a step, without a device.",
+    "sampler": "What drawing tokens costs, alone and as a share of a step.",
+    "startup": "Seconds from command to ready, cold and warm, and what they go to.",
     "prefix": "What a shared prefix, samples and beams save.",
     "memory": "Pages over a run, beside what contiguous reservation would take.",
 }

@@ -5,6 +5,7 @@ import time
 
 from jpaged.config import EngineConfig
 from jpaged.engine.preparation import Preparation
+from jpaged.engine.profiling import Profiler, host_part
 from jpaged.engine.publishing import Request, publish_prompt_logprobs
 from jpaged.engine.startup import EngineParts, reload_weights, start_up
 from jpaged.engine.tokenizer import Tokenizer
@@ -98,10 +99,12 @@ class Engine:
 
     def _step(self) -> list[OutputDelta]:
         start = time.monotonic()
-        plan = self._scheduler.plan()
+        with host_part("plan"):
+            plan = self._scheduler.plan()
         dispatched: tuple[StepPlan, PendingStep] | None = None
         if plan is not None:
-            dispatched = plan, self._runner.start(plan)
+            with host_part("dispatch"):
+                dispatched = plan, self._runner.start(plan)
             self._note_plan(plan)
         if self.parts.config.overlap:
             dispatched, self._in_flight = self._in_flight, dispatched
@@ -109,12 +112,18 @@ class Engine:
             return []
         done_plan, pending = dispatched
         waits_from = time.monotonic()
-        result = pending.result()
+        with host_part("wait"):
+            result = pending.result()
         waited_seconds = time.monotonic() - waits_from
-        deltas = self._publish(done_plan, result)
+        with host_part("commit"):
+            deltas = self._publish(done_plan, result)
         step_seconds = time.monotonic() - start
         self.observer.step_done(step_seconds, step_seconds - waited_seconds, done_plan.num_tokens)
         return deltas
+
+    def make_profiler(self, directory: str) -> Profiler:
+        """What takes a trace of the next steps, into `directory`."""
+        return Profiler(directory, self._runner.programs)
 
     def reset(self) -> list[str]:
         """After a failed step: drop every request, pin and cached page and start over; return the requests' ids."""

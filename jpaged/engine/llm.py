@@ -6,6 +6,7 @@ from typing import Any
 
 from jpaged.config import EngineConfig
 from jpaged.engine.engine import Engine
+from jpaged.engine.profiling import Profiler
 from jpaged.engine.publishing import OutputShaper
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError, JpagedError
@@ -178,6 +179,10 @@ class LLM:
                         yield shaped
         finally:
             self.engine.abort_request(request_id)
+
+    def profile(self, directory: str) -> Profiler:
+        """Trace what runs in a `with` block, for jax's tools; its `profile` then says where a step's time went."""
+        return self.engine.make_profiler(directory)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -8,11 +8,10 @@ out, so that nothing is counted twice.
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -21,11 +20,12 @@ DEVICE_SCOPES = {
     "paged_attention": "attention",
     "logits": "head",
     "sampler": "sampler",
-    "layers": "layers",
+    "matmul": "matrix products",
+    "layers": "layers, rest",
 }
 HOST_PARTS = ("plan", "dispatch", "wait", "commit")  # the last one makes text, too
-_CONTAINERS = ("while", "conditional", "call", "end: ")
-_MATMULS = ("dot", "ynn_fusion", "gemm", "cublas", "custom-call")
+_CONTAINERS = ("while", "cond", "call", "end: ")
+_MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _INSTRUCTION = re.compile(r'^\s*(?:ROOT )?%?([\w.\-]+) = .*?metadata=\{[^}]*op_name="([^"]*)"', re.MULTILINE)
 
 
@@ -68,44 +68,52 @@ class Profile:
         }
 
 
-@contextmanager
-def host_part(name: str) -> Iterator[None]:
-    """Mark a part of the loop; costs next to nothing while no trace is taken."""
-    with jax.profiler.TraceAnnotation(f"jpaged:{name}"):
-        yield
+def host_part(name: str) -> jax.profiler.TraceAnnotation:
+    """Marks a part of the loop in a trace; costs next to nothing while none is taken."""
+    return jax.profiler.TraceAnnotation(f"jpaged.{name}")
 
 
 class Profiler:
-    """Takes a trace from `start` to `stop`."""
+    """Takes a trace, from `with` to the end of its block; `profile` is what it shows."""
+
+    profile: Profile
 
     def __init__(self, directory: str | Path, programs: Iterable[Any]) -> None:
         """`programs` are the compiled ones that run, as jax.stages.Compiled."""
         self._directory = Path(directory)
         self._programs = list(programs)
-        self._num_traces = 0
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._known = set(self._directory.rglob("*.trace.json.gz"))
         jax.profiler.start_trace(str(self._directory), create_perfetto_trace=False)
+        return self
 
-    def stop(self) -> Profile:
+    def __exit__(self, *_: object) -> None:
         """End the trace; write what it shows to `profile.json` beside it."""
         jax.profiler.stop_trace()
         [trace] = set(self._directory.rglob("*.trace.json.gz")) - self._known
         with gzip.open(trace) as file:
             events = json.load(file)["traceEvents"]
-        profile = read_trace(events, scopes_of(self._programs), self._directory)
-        (self._directory / "profile.json").write_text(json.dumps(profile.as_json(), indent=2))
-        return profile
+        self.profile = read_trace(events, scopes_of(self._programs), self._directory)
+        (self._directory / "profile.json").write_text(json.dumps(self.profile.as_json(), indent=2))
 
 
-def scopes_of(programs: Iterable[Any]) -> dict[str, str]:
-    """{operation: the scope it was traced under}; programs of one shape family name their operations alike."""
-    return {name: path for program in programs for name, path in _INSTRUCTION.findall(program.as_text())}
+def scopes_of(programs: Iterable[Any]) -> dict[tuple[str, str], str]:
+    """{(program, operation): the path of scopes that it was traced under}.
+
+    Programs from the compilation cache have the scopes of the time when they were compiled.
+    """
+    paths: dict[tuple[str, str], str] = {}
+    for program in programs:
+        text = program.as_text()
+        module = _MODULE.match(text)
+        assert module is not None
+        paths |= {(module.group(1), operation): path for operation, path in _INSTRUCTION.findall(text)}
+    return paths
 
 
-def read_trace(events: list[dict[str, Any]], paths: dict[str, str], directory: Path) -> Profile:
+def read_trace(events: list[dict[str, Any]], paths: dict[tuple[str, str], str], directory: Path) -> Profile:
     """Sum up a trace's events."""
     device: dict[str, float] = {}
     host: dict[str, float] = dict.fromkeys(HOST_PARTS, 0.0)
@@ -115,26 +123,22 @@ def read_trace(events: list[dict[str, Any]], paths: dict[str, str], directory: P
         if event.get("ph") != "X":
             continue
         name, start, microseconds = event["name"], float(event["ts"]), float(event.get("dur", 0))
-        if name.startswith("jpaged:"):
-            part = name.removeprefix("jpaged:")
+        if name.startswith("jpaged."):
+            part = name.removeprefix("jpaged.")
             host[part] = host.get(part, 0.0) + microseconds / 1e6
             steps += part == "dispatch"
         elif "hlo_op" in event.get("args", {}) and not name.startswith(_CONTAINERS):
-            kind = kind_of(name, paths.get(name, ""))
+            kind = kind_of(paths.get((event["args"]["hlo_module"], name), ""))
             device[kind] = device.get(kind, 0.0) + microseconds / 1e6
             intervals.append((start, start + microseconds))
     busy, wall = _covered(intervals)
     return Profile(directory, steps, wall / 1e6, device, (wall - busy) / 1e6, host)
 
 
-def kind_of(operation: str, path: str) -> str:
-    """What an operation belongs to: the innermost known scope of its path; in the layers, matrix products apart."""
+def kind_of(path: str) -> str:
+    """What an operation belongs to: the innermost known scope of its path."""
     scopes = [scope for scope in path.split("/") if scope in DEVICE_SCOPES]
-    kind = DEVICE_SCOPES[scopes[-1]] if scopes else "other"
-    if kind == "layers":
-        is_matmul = operation.startswith(_MATMULS) or "dot_general" in path
-        return "layers, matrix products" if is_matmul else "layers, rest"
-    return kind
+    return DEVICE_SCOPES[scopes[-1]] if scopes else "other"
 
 
 def _covered(intervals: list[tuple[float, float]]) -> tuple[float, float]:

@@ -46,7 +46,8 @@ TPU_PAGE_SIZE_TOKENS = 128
 
 @dataclass(frozen=True)
 class EngineParts:
-    """A ready engine's parts. `tokenizer` is `None` for a model directory without one."""
+    """A ready engine's parts. `tokenizer` is `None` for a model directory without one; `phase_seconds` says what its
+    start went to."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -55,7 +56,12 @@ class EngineParts:
     tokenizer: Tokenizer | None
     runner: Runner
     scheduler: Scheduler
-    ready_seconds: float
+    phase_seconds: dict[str, float]
+
+    @property
+    def ready_seconds(self) -> float:
+        """From the start of the engine until it was ready."""
+        return sum(self.phase_seconds.values())
 
     @property
     def page_size_tokens(self) -> int:
@@ -69,43 +75,62 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         ModelError: the model cannot be found, read or mapped.
         ConfigError: the configuration does not fit the model or the machine; raised before weights are loaded.
     """
-    start = time.monotonic()
+    watch = _Stopwatch()
     enable_compilation_cache()
     model_dir = resolve_model(config.model, report and (lambda what: report(what, 0, 0)))
     spec = load_spec(model_dir)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
+    watch.lap("find the model")
     matmul = _native_matmul(mesh)
     sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
+    watch.lap("choose kernels and sizes")
     max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
     num_host_pages = _size_host_tier(config, page_spec)
     tokenizer = _load_tokenizer(model_dir)
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
     if matmul is not None:
         use_matmul(model, matmul)
+    watch.lap("load weights")
     runner = Runner(
         model,
         sizes.attention,
         mesh,
         RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
     )
+    watch.lap("make the pool")
     rates = runner.warm_up(report)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            num_pages=page_spec.num_pages,
-            page_size_tokens=page_spec.page_size_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            policy=config.policy,
-            num_host_pages=num_host_pages,
-            max_pinned_pages=int(page_spec.num_pages * config.max_pinned_fraction)
-            if config.enable_prefix_caching
-            else 0,
-            enable_prefix_caching=config.enable_prefix_caching,
-            preemption=config.preemption,
-        ),
-        CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token),
+    watch.lap("compile and run each step")
+    costs = CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token)
+    scheduler = Scheduler(_scheduler_config(config, page_spec, num_host_pages), costs)
+    return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, watch.seconds)
+
+
+def _scheduler_config(config: EngineConfig, page_spec: PageSpec, num_host_pages: int) -> SchedulerConfig:
+    pinned_fraction = config.max_pinned_fraction if config.enable_prefix_caching else 0.0
+    return SchedulerConfig(
+        num_pages=page_spec.num_pages,
+        page_size_tokens=page_spec.page_size_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        policy=config.policy,
+        num_host_pages=num_host_pages,
+        max_pinned_pages=int(page_spec.num_pages * pinned_fraction),
+        enable_prefix_caching=config.enable_prefix_caching,
+        preemption=config.preemption,
     )
-    return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, time.monotonic() - start)
+
+
+class _Stopwatch:
+    """Seconds by phase, each from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase] = now - self._last
+        self._last = now
 
 
 def reload_weights(parts: EngineParts, model: str | None = None) -> None:

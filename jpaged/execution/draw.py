@@ -34,7 +34,7 @@ def make_draw(parts: StepParts, layout: DrawLayout) -> DrawFunction:
     `describe_tokens` says of it. Rows are meant to be donated.
     """
 
-    def draw(
+    def jpaged_draw(
         weights: Any, rows: Rows, hidden: Array, constraints: Constraints, words: Array, masks: Array
     ) -> tuple[Rows, Array]:
         batch = layout.unpack(words)
@@ -52,11 +52,17 @@ def make_draw(parts: StepParts, layout: DrawLayout) -> DrawFunction:
         )
         return append_tokens(rows, batch, drawn[:, 0]), drawn
 
-    return draw
+    jpaged_draw.__name__ = f"jpaged_draw_{layout.num_rows}"
+    return jpaged_draw
 
 
 def draw_tokens(logits: Array, rows: Rows, constraints: Constraints, batch: DrawBatch, masks: Array) -> Array:
     """Draw from the model's logits, float32 [S, V]; return int32 [S, DRAWN_WORDS]."""
+    with jax.named_scope("sampler"):
+        return _draw_tokens(logits, rows, constraints, batch, masks)
+
+
+def _draw_tokens(logits: Array, rows: Rows, constraints: Constraints, batch: DrawBatch, masks: Array) -> Array:
     parameters = _of_drawing_rows(rows.parameters, batch)
     processes = asks_for_processing(parameters, batch)
 

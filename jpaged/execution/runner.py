@@ -117,6 +117,11 @@ class Runner:
         self.compilations = counter.compilations - compilations_before
 
     @property
+    def programs(self) -> list[jax.stages.Compiled]:
+        """What steps run."""
+        return [*self._executables.values(), *self._draws.values()]
+
+    @property
     def compilations_after_ready(self) -> int:
         """Programs that this process compiled, or read back from the cache, since this runner was ready; another
         engine's start does not count."""

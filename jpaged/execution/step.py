@@ -42,7 +42,8 @@ def head_logits(parts: StepParts, weights: Any, hidden: Array) -> Array:
     Each device computes those of its part of the vocabulary; without the first constraint XLA would rather gather the
     head's weight.
     """
-    logits = nnx.merge(parts.graph, weights).logits(hidden)
+    with jax.named_scope("logits"):
+        logits = nnx.merge(parts.graph, weights).logits(hidden)
     if logits.shape[1] % parts.mesh.shape[TENSOR_AXIS] == 0:
         parted = NamedSharding(parts.mesh, PartitionSpec(None, TENSOR_AXIS))
         logits = lax.with_sharding_constraint(logits, parted)
@@ -58,7 +59,7 @@ def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
     """
     num_tokens = layout.bucket.num_tokens
 
-    def step(weights: Any, pages: Any, rows: Rows, hidden: Array, words: Array) -> tuple[Any, Rows, Array]:
+    def jpaged_step(weights: Any, pages: Any, rows: Rows, hidden: Array, words: Array) -> tuple[Any, Rows, Array]:
         batch = layout.unpack(words)
         rows = apply_changes(rows, batch.changes)
         token_rows, positions = _locate_tokens(batch, num_tokens, layout.scratch_row)
@@ -72,10 +73,13 @@ def make_step(parts: StepParts, layout: BatchLayout) -> StepFunction:
         )
         work = parts.attention.make_work(attention_batch, num_tokens, parts.page_spec)
         model = nnx.merge(parts.graph, weights)
-        computed, pages = model(token_ids, positions, pages, partial(_attend, parts, work))
+        with jax.named_scope("layers"):
+            computed, pages = model(token_ids, positions, pages, partial(_attend, parts, work))
         return pages, rows, lax.dynamic_update_slice(hidden, computed, (0, 0))
 
-    return step
+    # Profiles tell programs apart by their names.
+    jpaged_step.__name__ = f"jpaged_step_{layout.bucket.num_tokens}_{layout.bucket.num_rows}"
+    return jpaged_step
 
 
 def _locate_tokens(batch: StepBatch, num_tokens: int, scratch_row: int) -> tuple[Array, Array]:
@@ -102,12 +106,13 @@ def _attend(
     sinks: Array | None,
     **static: Any,
 ):
-    """Run the kernel on each device's own KV heads."""
+    """Run the kernel on each device's own KV heads. The scope's name is how a profile knows it."""
     heads = PartitionSpec(None, TENSOR_AXIS, None)
     page_specs = parts.attention.page_sharding(parts.page_spec, TENSOR_AXIS)
 
     def on_device(q: Array, k: Array, v: Array, pages: Any, work: Any, layer: Array, sinks: Array | None):
-        return parts.attention.attend(q, k, v, pages, work, layer=layer, sinks=sinks, **static)
+        with jax.named_scope("paged_attention"):
+            return parts.attention.attend(q, k, v, pages, work, layer=layer, sinks=sinks, **static)
 
     return jax.shard_map(
         on_device,

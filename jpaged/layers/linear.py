@@ -71,6 +71,7 @@ class Linear(nnx.Module):
         self.matmul = matmul
         self.weight = WholeStack(self.weight.get_value())
 
+    @jax.named_scope("matmul")
     def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T ..."]:
         weight = self.weight.get_value()
         if isinstance(weight, LayerOfStack):
