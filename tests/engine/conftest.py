@@ -1,4 +1,4 @@
-"""Tiny engines, made once: each costs a few seconds of compilation the first time and none after that."""
+"""Tiny engines, made once a module: each costs a few seconds of compilation the first time and little after that."""
 
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ def tiny_dirs(tmp_path_factory) -> dict[str, Path]:
     return {name: write_random_checkpoint(config, root / name) for name, config in CONFIGS.items()}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_llm(tiny_dirs):
     """make_llm(name="llama", **options): a float32 engine with few buckets; the same options give the same engine."""
 

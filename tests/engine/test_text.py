@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_chat_llm(tmp_path_factory):
     """make_chat_llm(**options): an engine with a byte-level tokenizer; the same options give the same engine."""
     model, made = write_tiny_chat_model(tmp_path_factory.mktemp("chat")), {}
