@@ -13,7 +13,6 @@ Nothing else should run on the machine. Prints medians, spreads and ratios to th
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -21,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import machine
 from rich.console import Console
 from rich.table import Table
 from workload import load
@@ -109,12 +109,6 @@ def summarise(works: dict, engines: dict, seconds: dict) -> list[dict[str, objec
                 }
             )
     return figures
-
-
-def machine() -> str:
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")] if Path("/proc/cpuinfo").exists() else []  # fmt: skip
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else platform.processor()}"
 
 
 def print_table(figures: list[dict[str, object]]) -> None:

@@ -1,13 +1,13 @@
 """Which dtype a CPU computes faster in, by trying both: what "auto" means there."""
 
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jpaged.layers.linear import project
 from pallas_kernels.matmul.cpu import CpuMatmul
+from pallas_kernels.native.build import processor_features
 
 # One row reads weights, 64 compute with them.
 PROBE_ROWS = (1, 64)
@@ -23,7 +23,8 @@ def probe_dtype(matmul: CpuMatmul | None) -> str:
     bfloat16_seconds, float32_seconds = (
         sum(_product_seconds(dtype, rows, matmul) for rows in PROBE_ROWS) for dtype in ("bfloat16", "float32")
     )
-    return decide(bfloat16_seconds, float32_seconds, has_bfloat16=_has_bfloat16_products())
+    has_bfloat16 = not processor_features().isdisjoint(("avx512_bf16", "amx_bf16"))
+    return decide(bfloat16_seconds, float32_seconds, has_bfloat16=has_bfloat16)
 
 
 def decide(bfloat16_seconds: float, float32_seconds: float, *, has_bfloat16: bool) -> str:
@@ -48,9 +49,3 @@ def _product_seconds(dtype: str, rows: int, matmul: CpuMatmul | None) -> float:
         product(x, weights).block_until_ready()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def _has_bfloat16_products() -> bool:
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags

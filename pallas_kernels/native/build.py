@@ -56,7 +56,7 @@ INSTRUCTION_SETS = (
 @functools.cache
 def runnable_instruction_sets() -> tuple[InstructionSet, ...]:
     """The instruction sets that this machine's processor and system run, the best first."""
-    has = _processor_features()
+    has = processor_features()
     return tuple(
         candidate
         for candidate in INSTRUCTION_SETS
@@ -154,7 +154,8 @@ def _cache_dir() -> Path:
     return home / "jpaged" / "native"
 
 
-def _processor_features() -> frozenset[str]:
+def processor_features() -> frozenset[str]:
+    """What /proc/cpuinfo calls flags; none where there are no x86 instruction sets to choose from."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
     for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.gpu_decode import DecodePlan, decode_partial
 from pallas_kernels.paged_attention.gpu_merge import merge_partials
 from pallas_kernels.paged_attention.gpu_prefill import plan_prefill, prefill
 from pallas_kernels.paged_attention.gpu_write import write_tokens
+from pallas_kernels.paged_attention.moves import LayerMajorMoves
 from pallas_kernels.paged_attention.tiles import Tiles, TileShape, cut_tiles, token_places
 
 SPAN_TOKENS = 8  # a sequence with up to this many tokens in a step goes through decode
@@ -80,7 +81,7 @@ class GpuWork:
     prefill_blocks: PrefillBlocks = field(metadata={"static": True})
 
 
-class GpuPagedAttention:
+class GpuPagedAttention(LayerMajorMoves):
     """PagedAttention for CUDA GPUs of compute capability 9.0; see the module's docstring.
 
     `group` is the number of query heads that share a KV head. `num_sms` sizes the persistent grid of decode; by
@@ -202,17 +203,8 @@ class GpuPagedAttention:
         tile, head, row = _places(work.long, num_kv_heads, self.group)
         return out.at[tile, head, row].get(mode="promise_in_bounds")
 
-    # Whole pages are moved by XLA: its gathers and in-place scatters of long rows leave a kernel nothing to gain, and
-    # they are split among devices by themselves.
-
-    def copy_pages(self, pages: GpuPages, source_ids: jax.Array, target_ids: jax.Array) -> GpuPages:
-        return jax.tree.map(lambda x: x.at[:, target_ids].set(x[:, source_ids]), pages)
-
-    def read_pages(self, pages: GpuPages, ids: jax.Array) -> GpuPages:
-        return jax.tree.map(lambda x: x[:, ids].swapaxes(0, 1), pages)
-
-    def write_pages(self, pages: GpuPages, ids: jax.Array, host_pages: GpuPages) -> GpuPages:
-        return jax.tree.map(lambda x, new: x.at[:, ids].set(new.swapaxes(0, 1)), pages, host_pages)
+    # Whole pages are moved by XLA, in LayerMajorMoves: its gathers and in-place scatters of long rows leave a kernel
+    # nothing to gain, and they are split among devices by themselves.
 
     def pack_pages(self, k: np.ndarray, v: np.ndarray) -> GpuPages:
         return GpuPages(*(jnp.asarray(x).swapaxes(2, 3) for x in (k, v)))

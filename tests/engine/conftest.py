@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jpaged import LLM
-from tests.fakes.tiny_models import TINY_LLAMA, TINY_OPT, write_random_checkpoint
+from tests.fakes.tiny_models import TINY_LLAMA, TINY_OPT, TINY_OPTIONS, write_random_checkpoint
 
 CONFIGS = {"llama": TINY_LLAMA, "opt": TINY_OPT}
 
@@ -23,14 +23,6 @@ def make_llm(tiny_dirs):
 
     @cache
     def make(name: str = "llama", **options) -> LLM:
-        defaults = {
-            "dtype": "float32",
-            "max_model_len": 96,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 16,
-            "page_size": 4,
-            "num_pages": 400,
-        }
-        return LLM(str(tiny_dirs[name]), **(defaults | options))
+        return LLM(str(tiny_dirs[name]), **(TINY_OPTIONS | options))
 
     return make

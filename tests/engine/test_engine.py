@@ -11,7 +11,7 @@ from jpaged import LLM, CapacityError, ConfigError, InvalidRequestError, ModelEr
 from jpaged.metrics import EngineStats
 from jpaged.request import TokensPrompt
 from tests.fakes.dense_attention import dense_logits
-from tests.fakes.tiny_models import TINY_LLAMA, write_random_checkpoint
+from tests.fakes.tiny_models import TINY_LLAMA, TINY_OPTIONS, write_random_checkpoint
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[TokensPrompt]:
@@ -310,15 +310,7 @@ def test_changed_weights_find_no_old_kv(make_llm, tiny_dirs, tmp_path):
     """Reloaded under the same name: cached tokens are 0, and the tokens are those of a new engine."""
     place = tmp_path / "model"
     shutil.copytree(tiny_dirs["llama"], place)
-    llm = LLM(
-        str(place),
-        dtype="float32",
-        max_model_len=96,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        page_size=4,
-        num_pages=400,
-    )
+    llm = LLM(str(place), **TINY_OPTIONS)
     prompts = random_prompts(6, seed=30, longest=40)
     assert tokens(llm.generate(prompts, greedy())) == tokens(make_llm().generate(prompts, greedy()))
     assert any(output.num_cached_tokens for output in llm.generate(prompts, greedy()))
@@ -330,15 +322,7 @@ def test_changed_weights_find_no_old_kv(make_llm, tiny_dirs, tmp_path):
     outputs = llm.generate(prompts, greedy())
     assert [output.num_cached_tokens for output in outputs] == [0] * 6
     assert llm.stats().compilations_after_ready == before
-    fresh = LLM(
-        str(place),
-        dtype="float32",
-        max_model_len=96,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        page_size=4,
-        num_pages=400,
-    )
+    fresh = LLM(str(place), **TINY_OPTIONS)
     assert tokens(outputs) == tokens(fresh.generate(prompts, greedy()))
     with pytest.raises(ModelError, match="differs from the running model in"):
         llm.reload_weights(str(tiny_dirs["opt"]))

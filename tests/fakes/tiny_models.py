@@ -49,6 +49,17 @@ TINY_OPT: dict[str, Any] = {
 }
 
 
+# Of an engine on one of them: exact, with few buckets, and pages that are soon full.
+TINY_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+    "num_pages": 400,
+}
+
+
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Checkpoint name -> float32 tensor, for every tensor of the model."""
     slots = checkpoint_slots(spec_from_config(config))

@@ -11,7 +11,7 @@ import pytest
 
 from jpaged import LLM, BeamSearchParams
 from jpaged.request import Prompt
-from tests.fakes.tiny_models import write_random_checkpoint
+from tests.fakes.tiny_models import TINY_OPTIONS, write_random_checkpoint
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN_DIR / "beams.json").read_text())
@@ -23,15 +23,7 @@ def case(request, tmp_path_factory):
     """An engine in float32 on a tiny model, and the searches made with it."""
     golden = CASES[request.param]
     model_dir = write_random_checkpoint(golden["config"], tmp_path_factory.mktemp(request.param), golden["seed"])
-    llm = LLM(
-        str(model_dir),
-        dtype="float32",
-        max_model_len=96,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        page_size=4,
-        num_pages=400,
-    )
+    llm = LLM(str(model_dir), **TINY_OPTIONS)
     return llm, golden["searches"]
 
 
