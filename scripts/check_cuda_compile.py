@@ -98,7 +98,7 @@ def main() -> None:
         report.compile(shape.name, *attend_program(shape, mesh))
     if not arguments.kernels_only:
         for size in (1,) if arguments.quick else (1, 2):
-            report.compile(f"step of a Llama, {size} device(s)", *step_program(make_mesh(size)))
+            report.compile_steps(f"step of a Llama, {size} device(s)", step_runner(make_mesh(size)))
     print(json.dumps(report.figures()))
     if report.faults:
         sys.exit("\n".join(["FAILED:", *report.faults]))
@@ -127,25 +127,35 @@ class Report:
         self.kernels: list[dict[str, Any]] = []
 
     def compile(self, name: str, function: Callable[..., Any], arguments: tuple, pages_at: int) -> None:
-        for file in DUMP.iterdir():
-            file.unlink()
+        """Compile a function for the GPU that its arguments' shardings name, with the page pool donated."""
+        forget_dumps()
         start = time.perf_counter()
-        jitted = jax.jit(function, donate_argnums=pages_at)
-        compiled = jitted.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
-        print(f"\n{name}: {time.perf_counter() - start:.1f} s")
+        compiled = jax.jit(function, donate_argnums=pages_at).lower(*arguments).compile()
         memory: Any = compiled.memory_analysis()
-        leaves = jax.tree.leaves(arguments[pages_at])
-        pool_bytes = sum(_shard_bytes(leaf) for leaf in leaves)
-        if memory.alias_size_in_bytes < pool_bytes or memory.temp_size_in_bytes > pool_bytes / 4:
-            self.faults.append(f"{name}: the pool of {pool_bytes} bytes is not updated in place: {memory}")
-        print(
-            f"  pool {pool_bytes >> 20} MiB, aliased {memory.alias_size_in_bytes >> 20} MiB, "
-            f"temporary {memory.temp_size_in_bytes / 2**20:.1f} MiB"
-        )
-        for ptxas in sorted(DUMP.glob("*.ptxas")):
-            self._add(name, read_kernel(ptxas))
+        pool_bytes = sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(arguments[pages_at]))
+        is_aliased = memory.alias_size_in_bytes >= pool_bytes
+        self._add(name, time.perf_counter() - start, pool_bytes, is_aliased, memory.temp_size_in_bytes)
 
-    def _add(self, name: str, kernel: dict[str, Any]) -> None:
+    def compile_steps(self, name: str, runner: Any) -> None:
+        """Compile the steps and draws of all buckets."""
+        forget_dumps()
+        for step in runner.compile_buckets():
+            title = f"{name}, {step.num_tokens} tokens, {step.num_rows} rows"
+            self._add(title, step.compile_seconds, step.page_bytes, step.pages_are_aliased, step.temporary_bytes)
+            forget_dumps()
+
+    def _add(self, name: str, seconds: float, pool_bytes: int, is_aliased: bool, temporary_bytes: int) -> None:
+        """Print and judge a program and the kernels that it was made of, which the dump holds."""
+        print(
+            f"\n{name}: {seconds:.1f} s\n  pool {pool_bytes >> 20} MiB, {'' if is_aliased else 'NOT '}aliased, "
+            f"temporary {temporary_bytes / 2**20:.1f} MiB"
+        )
+        if not is_aliased or temporary_bytes > pool_bytes / 4:
+            self.faults.append(f"{name}: the pool of {pool_bytes} bytes is not updated in place")
+        for ptxas in sorted(DUMP.glob("*.ptxas")):
+            self._add_kernel(name, read_kernel(ptxas))
+
+    def _add_kernel(self, name: str, kernel: dict[str, Any]) -> None:
         self.kernels.append({"program": name, **kernel})
         print(
             "  {kernel:14} {registers:4} registers, {spilled_bytes} bytes spilled, {shared_bytes:6} bytes shared, "
@@ -158,6 +168,11 @@ class Report:
 
     def figures(self) -> dict[str, Any]:
         return {"compiled_kernels": len(self.kernels), "faults": len(self.faults), "kernels": self.kernels}
+
+
+def forget_dumps() -> None:
+    for file in DUMP.iterdir():
+        file.unlink()
 
 
 def _shard_bytes(leaf: Any) -> int:
@@ -217,18 +232,11 @@ def attend_program(shape: Shape, mesh: Mesh, num_kv_heads: int = 4, num_layers: 
     return run, (pages, q, kv, batch, abstract(jnp.float32, heads) if shape.sinks else None), 0
 
 
-def step_program(mesh: Mesh) -> tuple:
-    """The engine's step for a Llama 3 8B of four layers."""
-    from flax import nnx
-
-    from jpaged.execution.batch import BatchLayout
-    from jpaged.execution.buckets import Bucket
-    from jpaged.execution.rows import make_rows
-    from jpaged.execution.step import StepParts, make_step
-    from jpaged.models.registry import build_model
+def step_runner(mesh: Mesh) -> Any:
+    """What compiles the engine's steps for a Llama 3 8B of four layers."""
+    from jpaged.execution.ahead import AheadRunner
+    from jpaged.execution.runner import RunnerConfig
     from jpaged.models.spec import spec_from_config
-    from jpaged.parallel.mesh import TENSOR_AXIS
-    from jpaged.parallel.sharding import weight_shardings
 
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -245,32 +253,10 @@ def step_program(mesh: Mesh) -> tuple:
         "tie_word_embeddings": False,
     }
     spec = spec_from_config(config)
-    max_num_seqs, max_model_len = 64, 4096
     page_spec = PageSpec(spec.num_layers, 16383, 16, spec.num_kv_heads, spec.head_dim, "bfloat16")
     attention = GpuPagedAttention(spec.num_heads // spec.num_kv_heads, num_sms=NUM_SMS)
-    graph, weights = nnx.split(build_model(spec, jnp.bfloat16))
-    layout = BatchLayout(Bucket(512, max_num_seqs), 16, max_num_seqs, page_spec.scratch_page)
-    step = make_step(StepParts(graph, attention, page_spec, mesh), layout)
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def place(tree: Any, shardings: Any) -> Any:
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-    def replicate(tree: Any) -> Any:
-        return place(tree, jax.tree.map(lambda _: whole, tree))
-
-    pages = jax.eval_shape(lambda: attention.make_pages(page_spec))
-    split = jax.tree.map(
-        lambda partition: NamedSharding(mesh, partition),
-        attention.page_sharding(page_spec, TENSOR_AXIS),
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
-    rows = jax.eval_shape(
-        lambda: make_rows(max_num_seqs, max_model_len, -(-max_model_len // 16), page_spec.scratch_page)
-    )
-    words = jax.ShapeDtypeStruct((layout.num_words,), jnp.int32, sharding=whole)
-    arguments = (place(weights, weight_shardings(weights, mesh)), place(pages, split), replicate(rows), words)
-    return step, arguments, 1
+    sizes = RunnerConfig(page_spec, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=512)
+    return AheadRunner(spec, jnp.bfloat16, attention, mesh, sizes)
 
 
 if __name__ == "__main__":
