@@ -14,6 +14,7 @@ from jpaged.engine.dtype_probe import probe_dtype
 from jpaged.engine.model_source import resolve_model
 from jpaged.engine.tokenizer import Tokenizer, load_tokenizer
 from jpaged.errors import ConfigError, ModelError
+from jpaged.execution.allocator import keep_large_blocks
 from jpaged.execution.buckets import make_buckets
 from jpaged.execution.compilation import counter, enable_compilation_cache
 from jpaged.execution.kv_cache import (
@@ -80,6 +81,8 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     model_dir = resolve_model(config.model, report and (lambda what: report(what, 0, 0)))
     spec = load_spec(model_dir)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_large_blocks()
     watch.lap("find the model")
     matmul = _native_matmul(mesh)
     sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
@@ -95,7 +98,14 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         model,
         sizes.attention,
         mesh,
-        RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
+        RunnerConfig(
+            page_spec,
+            max_model_len,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            num_host_pages,
+            one_row_alone=matmul is not None,  # XLA pads one row to several
+        ),
     )
     watch.lap("make the pool")
     rates = runner.warm_up(report)

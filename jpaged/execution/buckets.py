@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-MIN_ROWS = 8  # fewer rows run no faster: matrix products pad to this
+MIN_ROWS = 8  # fewer rows mostly run no faster: matrix products pad to this
 SMALL_PREFILL_TOKENS = 64  # a short prompt alone must not wait for the full budget's shape
 
 
@@ -15,15 +15,18 @@ class Bucket:
     num_rows: int
 
 
-def make_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> list[Bucket]:
+def make_buckets(max_num_batched_tokens: int, max_num_seqs: int, *, one_row_alone: bool = False) -> list[Bucket]:
     """Return the shapes to compile, smallest first: decode ladders in rows, mixed ladders in tokens.
 
     Decode: 8, 16, ... rows of one token, up to the most sequences a step can hold. Mixed: a short prompt on few rows,
-    then doubling token counts at full rows. The token budget itself is always the largest shape.
+    then doubling token counts at full rows. The token budget itself is always the largest shape. With `one_row_alone`
+    a decode step of one row has a shape of its own.
     """
     max_rows = _at_least_min(min(max_num_seqs, max_num_batched_tokens))
     max_tokens = max(max_num_batched_tokens, max_rows)
     shapes = {(rows, rows) for rows in _doubling(MIN_ROWS, max_rows)}
+    if one_row_alone:
+        shapes.add((1, 1))
     if max_tokens > SMALL_PREFILL_TOKENS:
         shapes.add((SMALL_PREFILL_TOKENS, MIN_ROWS))
     if max_rows > MIN_ROWS:

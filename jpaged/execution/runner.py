@@ -37,13 +37,15 @@ ReportProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """Sizes of the running state, of the largest step and of the host tier."""
+    """Sizes of the running state, of the largest step and of the host tier; `one_row_alone` says that a step of one row
+    has a program of its own, for devices on which it is faster than one of a few."""
 
     page_spec: PageSpec
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_host_pages: int = 0
+    one_row_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ class Runner:
             bucket: BatchLayout(
                 bucket, config.page_spec.page_size_tokens, config.max_num_seqs, config.page_spec.scratch_page
             )
-            for bucket in make_buckets(config.max_num_batched_tokens, config.max_num_seqs)
+            for bucket in make_buckets(
+                config.max_num_batched_tokens, config.max_num_seqs, one_row_alone=config.one_row_alone
+            )
         }
         self.buckets = sorted(self._layouts)
         self._draw_layouts = {

@@ -4,8 +4,8 @@
 // the time there is. The rows of x, few, are packed into panels of 16 rows,
 //   [K / P, 16 rows] words of P numbers (simd.h),
 // so a weight word is one operand, a panel's vector what it is multiplied with, and the sums of 16 rows one vector. AMX
-// takes both as they lie. What comes out is transposed, 16 outputs by 16 rows. Without AMX a handful of rows would leave
-// most lanes empty: those are multiplied along K instead, and summed across lanes at the end.
+// takes both as they lie. What comes out is transposed, 16 outputs by 16 rows. A handful of rows, or with AMX one or two,
+// would leave most lanes empty: those are multiplied along K instead, and summed across lanes at the end.
 
 #include <type_traits>
 
@@ -20,8 +20,10 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kMaxLaneRows = 8;       // rows that are multiplied along K
-constexpr int64_t kUnitBytes = 64 << 10;  // weights of a unit of work, about
+constexpr int64_t kMaxLaneRows = 8;        // rows that are multiplied along K
+constexpr int64_t kMaxLaneRowsByTiles = 2;  // the same where tiles would do it
+constexpr int64_t kUnitBytes = 256 << 10;  // weights of a unit of work, at most: long runs are read faster
+constexpr int64_t kUnitsPerThread = 2;     // at least, so that no thread waits long for another
 
 struct Call {
   const float* x;
@@ -79,7 +81,7 @@ class Product {
 
   static bool by_lanes(const Call& call) {
 #if defined(JPAGED_TILES)
-    if (std::is_same_v<Weights, Bfloat16Weights> && tiles_fit(call)) return false;
+    if (std::is_same_v<Weights, Bfloat16Weights> && tiles_fit(call)) return call.rows <= kMaxLaneRowsByTiles;
 #endif
     return call.rows <= kMaxLaneRows;
   }
@@ -299,7 +301,8 @@ void run_as(const Call& call, Pool& pool) {
     parallel_for(pool, packs, [&](int64_t pack) { product.pack(pack); });
   }
   const int64_t row_bytes = call.inputs * static_cast<int64_t>(sizeof(typename Weights::Number));
-  const int64_t width = std::max<int64_t>(1, kUnitBytes / row_bytes / kLanes) * kLanes;
+  const int64_t fair_bytes = call.outputs * row_bytes / (kUnitsPerThread * std::max<int64_t>(1, pool.num_threads()));
+  const int64_t width = std::max<int64_t>(1, std::min(kUnitBytes, fair_bytes) / row_bytes / kLanes) * kLanes;
   parallel_for(pool, (call.outputs + width - 1) / width, [&](int64_t unit) {
     product.multiply(unit * width, std::min(call.outputs, (unit + 1) * width));
   });

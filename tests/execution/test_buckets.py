@@ -34,3 +34,10 @@ def test_one_row_does_not_pay_for_all():
     assert choose_bucket(buckets, 9, 9) == Bucket(16, 16)
     assert choose_bucket(buckets, 40, 2) == Bucket(64, 8)
     assert choose_bucket(buckets, 65, 64) == Bucket(128, 64)
+
+
+def test_one_row_alone_may_have_a_shape_of_its_own():
+    buckets = make_buckets(512, 64, one_row_alone=True)
+    assert buckets == [Bucket(1, 1), *make_buckets(512, 64)]
+    assert choose_bucket(buckets, 1, 1) == Bucket(1, 1)
+    assert choose_bucket(buckets, 2, 1) == choose_bucket(buckets, 2, 2) == Bucket(8, 8)
