@@ -205,7 +205,8 @@ def test_stats_is_a_dataclass_that_says_how_full_the_pages_are(make_llm):
     assert stats.pages_total == 100 and stats.pages_used == 0
     assert stats.pages_free + stats.pages_cached == 100 and stats.pages_cached > 0
     assert 0.5 < stats.kv_utilisation <= 1
-    assert stats.buckets == 2 and stats.steps > 0
+    assert stats.buckets in (2, 3)  # one more where products are native: a row alone
+    assert stats.steps > 0
 
 
 def test_a_second_start_compiles_nothing(make_llm):
