@@ -38,8 +38,9 @@ def _product_seconds(dtype: str, rows: int, matmul: CpuMatmul | None) -> float:
     """The best of a few, with what a step would use."""
     x = jnp.ones((rows, PROBE_FEATURES), jnp.float32)
     weights = jnp.ones((1, PROBE_FEATURES, PROBE_FEATURES), dtype)
-    if matmul is not None and rows <= matmul.max_rows:
-        product = jax.jit(lambda x, w: matmul(x, w, 0))
+    if matmul is not None:
+        weights = matmul.pack(weights)
+        product = jax.jit(lambda x, w: matmul(x, w, 0, PROBE_FEATURES))
     else:
         product = jax.jit(lambda x, w: project(x, w[0]))
     product(x, weights).block_until_ready()

@@ -1,6 +1,7 @@
 """Linear layers and embeddings. Letters: T tokens, K input features, N output features, V vocabulary."""
 
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.matmul.cpu import CpuMatmul
+from pallas_kernels.matmul.cpu import CpuMatmul, unpack_outputs
 
 
 class WholeStack(nnx.Param):
@@ -20,7 +21,7 @@ class WholeStack(nnx.Param):
 class LayerOfStack:
     """What a `WholeStack` holds inside a layer."""
 
-    stack: Float[Array, "L *N K"]
+    stack: Float[Array, "L ..."]
     layer: Int[Array, ""]
 
 
@@ -64,27 +65,29 @@ class Linear(nnx.Module):
     ):
         self.weight = abstract_parameter((*stack, *outputs, inputs), dtype)
         self.bias = abstract_parameter((*stack, *outputs), jnp.float32) if bias else None
+        self.inputs, self.outputs, self.num_layers = inputs, outputs, prod(stack)
         self.matmul: CpuMatmul | None = None
 
     def use_matmul(self, matmul: CpuMatmul) -> None:
-        """Leaves products to `matmul`, for which a stack stays whole."""
+        """Leaves products to `matmul`: the weights are packed for it, and a stack of them stays whole."""
         self.matmul = matmul
-        self.weight = WholeStack(self.weight.get_value())
+        self.weight = WholeStack(matmul.pack(self.weight.get_value(), self.num_layers))
+
+    def packed(self) -> tuple[Array, Array | int]:
+        """The packed weights, and which layer of them counts; for a module with a `matmul`."""
+        weight = self.weight.get_value()
+        return (weight.stack, weight.layer) if isinstance(weight, LayerOfStack) else (weight, 0)
 
     @jax.named_scope("matmul")
     def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T ..."]:
-        weight = self.weight.get_value()
-        if isinstance(weight, LayerOfStack):
-            assert self.matmul is not None
-            stack = weight.stack
-            if x.shape[0] <= self.matmul.max_rows:
-                flat = stack.reshape(stack.shape[0], -1, stack.shape[-1])
-                y = self.matmul(x, flat, weight.layer).reshape(x.shape[0], *stack.shape[1:-1])
-                return y if self.bias is None else y + self.bias[...]
-            weight = lax.dynamic_index_in_dim(stack, weight.layer, keepdims=False)
-        # Flat, because XLA transposes (copies) a right-hand side with more than two axes at every step. Joining the
-        # output axes keeps a split of the first of them.
-        y = project(x, weight.reshape(-1, weight.shape[-1])).reshape(x.shape[0], *weight.shape[:-1])
+        if self.matmul is not None:
+            y = self.matmul(x, *self.packed(), prod(self.outputs))
+        else:
+            # Flat, because XLA transposes (copies) a right-hand side with more than two axes at every step. Joining the
+            # output axes keeps a split of the first of them.
+            weight = self.weight.get_value()
+            y = project(x, weight.reshape(-1, weight.shape[-1]))
+        y = y.reshape(x.shape[0], *self.outputs)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -93,25 +96,29 @@ class Embedding(nnx.Module):
 
     def __init__(self, rows: int, width: int, dtype: jax.typing.DTypeLike):
         self.weight = abstract_parameter((rows, width), dtype)
+        self.rows, self.width = rows, width
         self.matmul: CpuMatmul | None = None
 
     def use_matmul(self, matmul: CpuMatmul) -> None:
-        """Leaves the product with the table to `matmul`."""
+        """Leaves the product with the table to `matmul`, for which it is packed."""
         self.matmul = matmul
+        self.weight = nnx.Param(matmul.pack(self.weight.get_value()))
 
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T K"]:
         # Padding rows carry arbitrary ids: clip, so that they cannot bring NaN into the batch.
+        if self.matmul is not None:
+            return unpack_outputs(self.weight[...], ids, self.width).astype(jnp.float32)
         return jnp.take(self.weight[...], ids, axis=0, mode="clip").astype(jnp.float32)
 
     def logits(self, hidden: Float[Array, "T K"]) -> Float[Array, "T V"]:
         """hidden times the transposed table."""
-        if self.matmul is not None and hidden.shape[0] <= self.matmul.max_rows:
-            return self.matmul(hidden, self.weight[...][None], 0)
+        if self.matmul is not None:
+            return self.matmul(hidden, self.weight[...], 0, self.rows)
         return project(hidden, self.weight[...])
 
 
 def use_matmul(model: nnx.Module, matmul: CpuMatmul) -> None:
-    """Leaves all of a loaded model's products with few rows to `matmul`; for a model on one device."""
+    """Leaves all products of a model on one device to `matmul`, and packs its weights, or the shapes in their place."""
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear | Embedding) and matmul.takes(module.weight.get_value()):
+        if isinstance(module, Linear | Embedding) and matmul.takes(module.weight.get_value().dtype):
             module.use_matmul(matmul)

@@ -42,6 +42,12 @@ class GatedMLP(nnx.Module):
         self.activation = spec.activation
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        matmul, group = self.gate_up.matmul, self.down.inputs // self.blocks
+        if matmul is not None and self.gate_up.bias is None and matmul.gates(group, self.activation):
+            with jax.named_scope("matmul"):
+                (gate_up, layer), (down, _) = self.gate_up.packed(), self.down.packed()
+                y = matmul.feed_forward(x, gate_up, down, layer, group=group, activation=self.activation)
+            return y if self.down.bias is None else y + self.down.bias[...]
         fused = self.gate_up(x).reshape(x.shape[0], self.blocks, 2, -1)
         gated = ACTIVATION_FUNCTIONS[self.activation](fused[:, :, 0]) * fused[:, :, 1]
         return self.down(gated.reshape(x.shape[0], -1))

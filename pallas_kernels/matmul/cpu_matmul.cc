@@ -1,11 +1,12 @@
-// x times the transpose of one layer's weights, for a step's rows: y[t][n] = sum over k of x[t][k] * w[n][k].
+// Products of a step's rows with one layer's weights: y[t][n] = sum over k of x[t][k] * w[n][k], and the gated
+// feed-forward block made of two of them.
 //
-// The weights stay as they are, [layers, N, K]; a layer is read where it lies, once, in order: for few rows that is all
-// the time there is. The rows of x, few, are packed into panels of 16 rows,
-//   [K / P, 16 rows] words of P numbers (simd.h),
-// so a weight word is one operand, a panel's vector what it is multiplied with, and the sums of 16 rows one vector. AMX
-// takes both as they lie. What comes out is transposed, 16 outputs by 16 rows. A handful of rows, or with AMX one or two,
-// would leave most lanes empty: those are multiplied along K instead, and summed across lanes at the end.
+// Weights are packed once, when they are loaded, into blocks of 16 outputs,
+//   [layers, N / 16, K / P, 16 outputs] words of P numbers (simd.h),
+// with zeros where N or K end early. A word of a row of x is an operand, what it is multiplied with a vector of 16
+// outputs, and so are the sums: nothing is added across lanes or transposed, and few rows, for which reading the weights
+// is all the time there is, read them in order. AMX takes both as they lie. With many rows the time goes into reading
+// and writing activations: what lies between the two products of a feed-forward block never leaves the cache as float32.
 
 #include <type_traits>
 
@@ -20,315 +21,328 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kMaxLaneRows = 8;        // rows that are multiplied along K
-constexpr int64_t kMaxLaneRowsByTiles = 2;  // the same where tiles would do it
-constexpr int64_t kUnitBytes = 256 << 10;  // weights of a unit of work, at most: long runs are read faster
-constexpr int64_t kUnitsPerThread = 2;     // at least, so that no thread waits long for another
-
-struct Call {
-  const float* x;
-  const char* weights;
-  float* y;
-  int64_t rows, outputs, inputs;
-};
-
-// Formats of weights in memory: how a weight word meets a vector of the panel.
-
-struct FloatWeights {
-  using Number = float;
-  using Panel = Float32;
-  static Floats multiply_add(Floats sum, const Panel::Vector& x, uint32_t word) { return sum + x.v * bits<float>(word); }
-};
+constexpr int64_t kUnitBytes = 256 << 10;   // weights of a unit of work, at most: long runs are read faster
+constexpr int64_t kUnitsPerThread = 2;      // at least, so that no thread waits long for another
+constexpr int64_t kPanelRows = 2 * kLanes;  // rows that meet a unit's weights at once
+constexpr int64_t kSerialRows = 16;         // of x, that one thread converts
+constexpr int64_t kMaxPatchColumns = std::max(2, kMaxColumns);
 
 #if defined(JPAGED_BF16_DOT)
-struct Bfloat16Weights {
-  using Number = uint16_t;
-  using Panel = Bfloat16Dot;
-  static Floats multiply_add(Floats sum, const Panel::Vector& x, uint32_t word) {
-    return Panel::multiply_add(sum, x, &word);
-  }
-};
+using Bfloat16Weights = Bfloat16Dot;
 #else
-// Without instructions for it, both sides are widened again.
-struct Bfloat16Weights {
-  using Number = uint16_t;
-  using Panel = Bfloat16;
-  static Floats multiply_add(Floats sum, const Panel::Vector& x, uint32_t word) {
-    return sum + x.even * bits<float>(word << 16) + x.odd * bits<float>(word & 0xffff0000u);
-  }
-};
+using Bfloat16Weights = Bfloat16;
 #endif
 
-template <class Weights>
-class Product {
+// One layer of packed weights.
+struct Weights {
+  const uint32_t* data;
+  int64_t outputs, words;
+
+  int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }
+  int64_t block_words() const { return words * kLanes; }
+  const uint32_t* block_at(int64_t block) const { return data + block * block_words(); }
+};
+
+// Rows as operands of packed weights.
+template <class Format>
+class Operands {
  public:
-  explicit Product(const Call& call, uint32_t* packed) : call_(call), packed_(packed) {}
+  using Operand = typename Format::Operand;
 
-  // Words that the packed rows take.
-  static size_t packed_words(const Call& call) {
-    if (by_lanes(call)) return call.rows * lane_stride(call);
-    return num_panels(call) * panel_words(call) + kMaxColumns * kLanes;
+  Operands(Scratch<Operand>& scratch, int64_t rows, int64_t words)
+      : rows_(rows),
+        stride_(words * Format::kOperands),
+        data_(scratch.at_least((rows + kLanes) / kLanes * kLanes * stride_)) {}
+
+  int64_t rows() const { return rows_; }
+  int64_t stride() const { return stride_; }
+
+  // One or two rows do not fill tiles; otherwise operands lie as tile_product wants them.
+  bool as_tiles() const {
+#if defined(JPAGED_TILES)
+    return std::is_same_v<Format, Bfloat16Dot> && rows_ > 2;
+#else
+    return false;
+#endif
   }
-  static int64_t num_packs(const Call& call) { return by_lanes(call) ? call.rows : num_panels(call); }
 
-  void pack(int64_t index) const;
-  void multiply(int64_t first, int64_t last) const;
+  const Operand* row_at(int64_t row) const { return data_ + row * stride_; }
+
+  // 16 numbers of a row, from number k on, a multiple of 16.
+  void put(int64_t row, int64_t k, Floats numbers) const {
+    const int64_t word = k / Format::kPack;
+    Operand* target = data_ + row * stride_ + word * Format::kOperands;
+    if (as_tiles()) {
+      target = data_ + row / kLanes * kLanes * stride_;
+      target += (word / kLanes * kLanes + row % kLanes) * kLanes + word % kLanes;
+    }
+    // Widened operands are rounded all the same: what instruction sets compute differs in the order of sums alone.
+    if constexpr (std::is_same_v<Format, Bfloat16>) numbers = widen(narrow(numbers));
+    store_operands<Format>(target, numbers);
+  }
+
+  // All of a row, with zeros behind.
+  void put_row(int64_t row, const float* x, int64_t count) const {
+    const int64_t padded = stride_ / Format::kOperands * Format::kPack;
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) put(row, k, load<Floats>(x + k));
+    for (; k < padded; k += kLanes) {
+      float rest[kLanes] = {};
+      std::copy(x + k, x + std::clamp<int64_t>(count, k, k + kLanes), rest);
+      put(row, k, load<Floats>(rest));
+    }
+  }
+
+  template <class Pool>
+  void put_rows(const float* x, int64_t count, Pool& pool) const {
+    parallel_for(pool, (rows_ + kSerialRows - 1) / kSerialRows, [&](int64_t unit) {
+      const int64_t end = std::min(rows_, (unit + 1) * kSerialRows);
+      for (int64_t row = unit * kSerialRows; row < end; ++row) put_row(row, x + row * count, count);
+    });
+  }
 
  private:
-  using Panel = typename Weights::Panel;
-  using Number = typename Weights::Number;
-  static constexpr int kPack = sizeof(uint32_t) / sizeof(Number);
-
-  static bool by_lanes(const Call& call) {
-#if defined(JPAGED_TILES)
-    if (std::is_same_v<Weights, Bfloat16Weights> && tiles_fit(call)) return call.rows <= kMaxLaneRowsByTiles;
-#endif
-    return call.rows <= kMaxLaneRows;
-  }
-  static bool tiles_fit(const Call& call) { return call.inputs % 32 == 0; }
-  static int64_t num_panels(const Call& call) { return (call.rows + kLanes - 1) / kLanes; }
-  static int64_t panel_words(const Call& call) { return call.inputs / kPack * kLanes; }
-  static int64_t lane_stride(const Call& call) { return (call.inputs / kPack + kLanes - 1) / kLanes * kLanes * Panel::kOperands; }
-
-  const uint32_t* weight_row(int64_t n) const {
-    return reinterpret_cast<const uint32_t*>(call_.weights + n * call_.inputs * sizeof(Number));
-  }
-
-  void multiply_by_panels(int64_t first, int64_t last) const;
-  void multiply_by_lanes(int64_t first, int64_t last) const;
-  template <int kRows, int kColumns>
-  void panel_sums(int64_t n, int64_t panel, float* tiles) const;
-  template <int kRows>
-  void lane_sums(int64_t n, int64_t last) const;
-  void store_transposed(const float* tile, int64_t panel, int64_t n, int64_t outputs) const;
-
-  const Call& call_;
-  uint32_t* packed_;
+  int64_t rows_, stride_;
+  Operand* data_;
 };
 
-// Packs panel `index`, or row `index` when the rows are multiplied along K.
-template <class Weights>
-void Product<Weights>::pack(int64_t index) const {
-  const int64_t inputs = call_.inputs;
-  if (by_lanes(call_)) {
-    // As the weights lie, padded with zeros; widened bfloat16 has even and odd numbers in vectors of their own.
-    uint32_t* target = packed_ + index * lane_stride(call_);
-    const float* x = call_.x + index * inputs;
-    for (int64_t k = 0; k < lane_stride(call_) / Panel::kOperands * kPack; ++k) {
-      const float number = k < inputs ? x[k] : 0.0f;
-      if constexpr (std::is_same_v<typename Panel::Operand, float>) {
-        const int64_t word = k / kPack;
-        const float kept = kPack == 1 ? number : widen(narrow(number));
-        target[(word / kLanes * kPack + k % kPack) * kLanes + word % kLanes] = bits<uint32_t>(kept);
-      } else {
-        reinterpret_cast<uint16_t*>(target)[k] = narrow(number);
+// sums[i][16 j ...] of rows from `row` on and `columns` blocks, `distance` blocks apart. Up to 15 rows more are written.
+template <class Format>
+class Patch {
+ public:
+  const Operands<Format>& x;
+  const Weights& weights;
+  int64_t row, rows, block, columns, distance;
+  float* sums;
+  int64_t sums_stride;
+
+  void multiply() const {
+#if defined(JPAGED_TILES)
+    if constexpr (std::is_same_v<Format, Bfloat16Dot>) {
+      if (x.as_tiles()) {
+        const uint32_t* next = row == 0 && block + 4 <= weights.num_blocks() ? weights.block_at(block + 2) : nullptr;
+        return tile_product(x.row_at(row), kLanes * x.stride(), weights.block_at(block),
+                            distance * weights.block_words(), weights.words, (rows + kLanes - 1) / kLanes, columns, next,
+                            sums, sums_stride);
       }
     }
-    return;
-  }
-  uint32_t* target = packed_ + index * panel_words(call_);
-  const int64_t first_row = index * kLanes, rows = std::min<int64_t>(kLanes, call_.rows - first_row);
-  const int64_t words = inputs / kPack;
-  int64_t step = 0;
-  for (; step + kLanes <= words; step += kLanes) {
-    Floats lines[kLanes] = {};
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* x = call_.x + (first_row + row) * inputs + step * kPack;
-      if constexpr (kPack == 1) lines[row] = load<Floats>(x);
-      else lines[row] = bits<Floats>(narrow_pairs(x));
+#endif
+    int64_t column = 0;
+    if constexpr (kMaxColumns > 2) {
+      for (; column + kMaxColumns <= columns; column += kMaxColumns) multiply_columns<kMaxColumns>(column);
     }
-    transpose(lines);
-    for (int i = 0; i < kLanes; ++i) store(target + (step + i) * kLanes, lines[i]);
-  }
-  for (; step < words; ++step) {
-    for (int64_t row = 0; row < kLanes; ++row) {
-      const float* x = call_.x + (first_row + std::min(row, rows - 1)) * inputs + step * kPack;
-      uint32_t word;
-      if constexpr (kPack == 1) word = bits<uint32_t>(x[0]);
-      else word = narrow(x[0]) | uint32_t{narrow(x[1])} << 16;
-      target[step * kLanes + row] = word;
+    if constexpr (kMaxColumns > 1) {
+      for (; column + 2 <= columns; column += 2) multiply_columns<2>(column);
     }
+    for (; column < columns; ++column) multiply_columns<1>(column);
   }
-}
 
-// Outputs [first, last) of all rows.
-template <class Weights>
-void Product<Weights>::multiply(int64_t first, int64_t last) const {
-  if (by_lanes(call_)) {
-    multiply_by_lanes(first, last);
-  } else {
-    multiply_by_panels(first, last);
+ private:
+  template <int kColumns>
+  void multiply_columns(int64_t column) const {
+    by_rows(rows, [&]<int kRows>(int64_t first) { multiply_vectors<kRows, kColumns>(first, column); });
   }
-}
 
-// A tile holds 16 outputs by 16 rows of x; `outputs` of them are written.
-template <class Weights>
-void Product<Weights>::store_transposed(const float* tile, int64_t panel, int64_t n, int64_t outputs) const {
-  const int64_t first_row = panel * kLanes, rows = std::min<int64_t>(kLanes, call_.rows - first_row);
-  float* y = call_.y + first_row * call_.outputs + n;
-  if (outputs < kLanes || rows <= 4) {
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t i = 0; i < outputs; ++i) y[row * call_.outputs + i] = tile[i * kLanes + row];
-    }
-    return;
-  }
-  Floats lines[kLanes];
-  for (int i = 0; i < kLanes; ++i) lines[i] = load<Floats>(tile + i * kLanes);
-  transpose(lines);
-  for (int64_t row = 0; row < rows; ++row) store(y + row * call_.outputs, lines[row]);
-}
-
-// tiles[column][row] = sums of kRows outputs from n and kColumns panels.
-template <class Weights>
-template <int kRows, int kColumns>
-void Product<Weights>::panel_sums(int64_t n, int64_t panel, float* tiles) const {
-  Floats sums[kRows][kColumns] = {};
-  const uint32_t* weights[kRows];
-  for (int i = 0; i < kRows; ++i) weights[i] = weight_row(n + i);
-  const uint32_t* x = packed_ + panel * panel_words(call_);
-  for (int64_t step = 0; step < call_.inputs / kPack; ++step) {
-    for (int j = 0; j < kColumns; ++j) {
-      const auto vector = Panel::read(x + j * panel_words(call_) + step * kLanes);
-      for (int i = 0; i < kRows; ++i) sums[i][j] = Weights::multiply_add(sums[i][j], vector, weights[i][step]);
-    }
-  }
-  for (int i = 0; i < kRows; ++i) {
-    for (int j = 0; j < kColumns; ++j) store(tiles + (j * kLanes + i) * kLanes, sums[i][j]);
-  }
-}
-
-template <class Weights>
-void Product<Weights>::multiply_by_panels(int64_t first, int64_t last) const {
-  alignas(64) float tiles[4][kLanes][kLanes];
-  static_assert(kMaxColumns <= 4);
-  const int64_t panels = num_panels(call_);
-#if defined(JPAGED_TILES)
-  if constexpr (std::is_same_v<Weights, Bfloat16Weights>) {
-    if (tiles_fit(call_)) {
-      const TileShapes shapes(kLanes);
-      const int64_t words = call_.inputs / 2;
-      // Two by two tiles: each is read once for two products. The panels of a pair stay in the first cache.
-      const int64_t tiles_end = first + (last - first) / kLanes * kLanes;
-      for (int64_t panel = 0; panel < panels; panel += 2) {
-        for (int64_t n = first; n < tiles_end; n += 2 * kLanes) {
-          const int64_t blocks = n + kLanes < tiles_end ? 2 : 1, columns = std::min<int64_t>(2, panels - panel);
-          const uint32_t* next = panel == 0 && n + 4 * kLanes <= call_.outputs ? weight_row(n + 2 * kLanes) : nullptr;
-          tile_product(weight_row(n), words, packed_ + panel * panel_words(call_), panel_words(call_), words, blocks,
-                       columns, next, &tiles[0][0][0]);
-          for (int64_t block = 0; block < blocks; ++block) {
-            for (int64_t j = 0; j < columns; ++j) {
-              store_transposed(&tiles[2 * block + j][0][0], panel + j, n + block * kLanes, kLanes);
-            }
-          }
+  template <int kRows, int kColumns>
+  void multiply_vectors(int64_t first, int64_t column) const {
+    Floats totals[kRows][kColumns] = {};
+    const uint32_t* vectors[kColumns];
+    const typename Format::Operand* operands[kRows];
+    for (int j = 0; j < kColumns; ++j) vectors[j] = weights.block_at(block + (column + j) * distance);
+    for (int i = 0; i < kRows; ++i) operands[i] = x.row_at(row + first + i);
+    for (int64_t word = 0; word < weights.words; ++word) {
+      for (int j = 0; j < kColumns; ++j) {
+        const auto vector = Format::read(vectors[j] + word * kLanes);
+        for (int i = 0; i < kRows; ++i) {
+          totals[i][j] = Format::multiply_add(totals[i][j], vector, operands[i] + word * Format::kOperands);
         }
       }
-      first = tiles_end;
+    }
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kColumns; ++j) store(sums + (first + i) * sums_stride + (column + j) * kLanes, totals[i][j]);
     }
   }
+};
+
+// Calls body(first, last) for parts of `count` things that are `bytes` each.
+template <class Pool, class Body>
+void by_units(Pool& pool, int64_t count, int64_t bytes, const Body& body) {
+  const int64_t fair = count / (kUnitsPerThread * std::max<int64_t>(1, pool.num_threads()));
+  // Whole patches.
+  const int64_t width = std::max<int64_t>(1, std::min(fair, kUnitBytes / bytes) / kMaxPatchColumns) * kMaxPatchColumns;
+  parallel_for(pool, (count + width - 1) / width, [&](int64_t unit) {
+#if defined(JPAGED_TILES)
+    const TileShapes shapes(kLanes);
 #endif
-  for (int64_t n = first; n < last; n += kLanes) {
-    const int64_t outputs = std::min<int64_t>(kLanes, last - n);
-    const auto sums = [&]<int kColumns>(int64_t panel) {
-      by_rows(outputs, [&]<int kRows>(int64_t row) {
-        panel_sums<kRows, kColumns>(n + row, panel, &tiles[0][0][0] + row * kLanes);
-      });
-      for (int j = 0; j < kColumns; ++j) store_transposed(&tiles[j][0][0], panel + j, n, outputs);
-    };
-    int64_t panel = 0;
-    for (; panel + kMaxColumns <= panels; panel += kMaxColumns) sums.template operator()<kMaxColumns>(panel);
-    for (; panel < panels; ++panel) sums.template operator()<1>(panel);
-  }
-}
-
-// Outputs [n, last) of kRows rows, four outputs at a time.
-template <class Weights>
-template <int kRows>
-void Product<Weights>::lane_sums(int64_t row, int64_t n) const {
-  constexpr int kOutputs = 4;
-  const int64_t words = call_.inputs / kPack;
-  const int64_t outputs = std::min<int64_t>(kOutputs, call_.outputs - n);
-  const uint32_t* weights[kOutputs];
-  for (int i = 0; i < kOutputs; ++i) weights[i] = weight_row(n + std::min<int64_t>(i, outputs - 1));
-  const uint32_t* x = packed_ + row * lane_stride(call_);
-  Floats sums[kOutputs][kRows] = {};
-  const auto add = [&](const uint32_t* const* from, int64_t step) {
-    for (int i = 0; i < kOutputs; ++i) {
-      const auto vector = Panel::read(from[i]);
-      for (int j = 0; j < kRows; ++j) {
-        sums[i][j] = Panel::multiply_add_lanes(sums[i][j], vector, x + j * lane_stride(call_) + step * Panel::kOperands);
-      }
-    }
-  };
-  int64_t step = 0;
-  for (; step + kLanes <= words; step += kLanes) {
-    const uint32_t* from[kOutputs];
-    for (int i = 0; i < kOutputs; ++i) {
-      from[i] = weights[i] + step;
-      __builtin_prefetch(from[i] + kOutputs * words);
-    }
-    add(from, step);
-  }
-  if (step < words) {
-    uint32_t rest[kOutputs][kLanes] = {};
-    const uint32_t* from[kOutputs];
-    for (int i = 0; i < kOutputs; ++i) {
-      std::copy(weights[i] + step, weights[i] + words, rest[i]);
-      from[i] = rest[i];
-    }
-    add(from, step);
-  }
-  for (int j = 0; j < kRows; ++j) {
-    for (int64_t i = 0; i < outputs; ++i) call_.y[(row + j) * call_.outputs + n + i] = sum(sums[i][j]);
-  }
-}
-
-template <class Weights>
-void Product<Weights>::multiply_by_lanes(int64_t first, int64_t last) const {
-  // Units end at multiples of four outputs, but for the last.
-  for (int64_t n = first; n < last; n += 4) {
-    by_rows(call_.rows, [&]<int kRows>(int64_t row) { lane_sums<kRows>(row, n); });
-  }
-}
-
-template <class Weights, class Pool>
-void run_as(const Call& call, Pool& pool) {
-  static thread_local Scratch<uint32_t> scratch;
-  const Product<Weights> product(call, scratch.at_least(Product<Weights>::packed_words(call)));
-  const int64_t packs = Product<Weights>::num_packs(call);
-  if (call.rows <= 64) {
-    for (int64_t pack = 0; pack < packs; ++pack) product.pack(pack);
-  } else {
-    parallel_for(pool, packs, [&](int64_t pack) { product.pack(pack); });
-  }
-  const int64_t row_bytes = call.inputs * static_cast<int64_t>(sizeof(typename Weights::Number));
-  const int64_t fair_bytes = call.outputs * row_bytes / (kUnitsPerThread * std::max<int64_t>(1, pool.num_threads()));
-  const int64_t width = std::max<int64_t>(1, std::min(kUnitBytes, fair_bytes) / row_bytes / kLanes) * kLanes;
-  parallel_for(pool, (call.outputs + width - 1) / width, [&](int64_t unit) {
-    product.multiply(unit * width, std::min(call.outputs, (unit + 1) * width));
+    body(unit * width, std::min(count, (unit + 1) * width));
   });
 }
 
-template <class Pool>
-void run(const Call& call, bool is_bf16, Pool& pool) {
-  is_bf16 ? run_as<Bfloat16Weights>(call, pool) : run_as<FloatWeights>(call, pool);
+// y [rows, outputs] = x times the transposed weights.
+template <class Format, class Pool>
+void multiply(const Operands<Format>& x, const Weights& weights, float* y, Pool& pool) {
+  const int64_t width = x.as_tiles() ? 2 : kMaxColumns;
+  by_units(pool, weights.num_blocks(), weights.block_words() * 4, [&](int64_t first, int64_t last) {
+    alignas(64) float sums[kPanelRows][kMaxPatchColumns * kLanes];
+    for (int64_t row = 0; row < x.rows(); row += kPanelRows) {
+      const int64_t rows = std::min(kPanelRows, x.rows() - row);
+      for (int64_t block = first; block < last; block += width) {
+        const int64_t n = block * kLanes, columns = std::min(width, last - block);
+        const int64_t outputs = std::min(columns * kLanes, weights.outputs - n);
+        float* target = y + row * weights.outputs + n;
+        const bool fits = outputs == columns * kLanes && (rows % kLanes == 0 || !x.as_tiles());
+        Patch<Format>{x, weights, row, rows, block, columns, 1, fits ? target : &sums[0][0],
+                      fits ? weights.outputs : kMaxPatchColumns * kLanes}
+            .multiply();
+        if (fits) continue;
+        for (int64_t i = 0; i < rows; ++i) std::copy(sums[i], sums[i] + outputs, target + i * weights.outputs);
+      }
+    }
+  });
 }
 
-// x float32 [T, K]; weights [layers, N, K]; y float32 [T, N].
-ffi::Error project(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights, ffi::Buffer<ffi::S32> layer,
-                   ffi::ResultBuffer<ffi::F32> y) {
-  const int64_t outputs = weights.dimensions()[1], inputs = weights.dimensions()[2];
-  const bool is_bf16 = weights.element_type() == ffi::DataType::BF16;
-  const Call call{
-      .x = x.typed_data(),
-      .weights = static_cast<const char*>(weights.untyped_data()) +
-                 *layer.typed_data() * outputs * inputs * (is_bf16 ? 2 : 4),
-      .y = y->typed_data(),
-      .rows = x.dimensions()[0],
-      .outputs = outputs,
-      .inputs = inputs,
+enum class Activation : int64_t { kSilu, kGeluTanh };
+
+inline Floats activate(Activation activation, Floats x) {
+  if (activation == Activation::kSilu) return x / (1.0f + exp(-x));
+  constexpr float kSqrt2OverPi = 0.7978845608028654f;
+  return 0.5f * x * (1.0f + tanh(kSqrt2OverPi * (x + 0.044715f * x * x * x)));
+}
+
+// Weights of gates and of what they let through, in turns: `group` blocks of gates, then as many of the other.
+struct GatedWeights {
+  Weights weights;
+  int64_t group;
+  Activation activation;
+};
+
+// gated = activation(gates) * ups, as operands of the next product.
+template <class Format, class Pool>
+void multiply_gated(const Operands<Format>& x, const GatedWeights& gate_up, const Operands<Format>& gated, Pool& pool) {
+  const Weights& weights = gate_up.weights;
+  by_units(pool, weights.num_blocks() / 2, weights.block_words() * 8, [&](int64_t first, int64_t last) {
+    alignas(64) float sums[kPanelRows][2 * kLanes];
+    for (int64_t row = 0; row < x.rows(); row += kPanelRows) {
+      const int64_t rows = std::min(kPanelRows, x.rows() - row);
+      for (int64_t feature = first; feature < last; ++feature) {
+        const int64_t block = feature + feature / gate_up.group * gate_up.group;
+        Patch<Format>{x, weights, row, rows, block, 2, gate_up.group, &sums[0][0], 2 * kLanes}.multiply();
+        for (int64_t i = 0; i < rows; ++i) {
+          const Floats gate = load<Floats>(sums[i]), up = load<Floats>(sums[i] + kLanes);
+          gated.put(row + i, feature * kLanes, activate(gate_up.activation, gate) * up);
+        }
+      }
+    }
+  });
+}
+
+template <class Format, class Pool>
+void project_as(const float* x, int64_t rows, int64_t inputs, const Weights& weights, float* y, Pool& pool) {
+  static thread_local Scratch<typename Format::Operand> scratch;
+  const Operands<Format> operands(scratch, rows, weights.words);
+  operands.put_rows(x, inputs, pool);
+  multiply(operands, weights, y, pool);
+}
+
+template <class Format, class Pool>
+void feed_forward_as(const float* x, int64_t rows, int64_t inputs, const GatedWeights& gate_up, const Weights& down,
+                     float* y, Pool& pool) {
+  static thread_local Scratch<typename Format::Operand> scratch, gated_scratch;
+  const Operands<Format> operands(scratch, rows, gate_up.weights.words);
+  operands.put_rows(x, inputs, pool);
+  const Operands<Format> gated(gated_scratch, rows, down.words);
+  // An odd number of blocks of features leaves half a tile empty.
+  const int64_t features = gate_up.weights.outputs / 2;
+  for (int64_t k = features; k < down.words * Format::kPack; k += kLanes) {
+    for (int64_t row = 0; row < rows; ++row) gated.put(row, k, Floats{});
+  }
+  multiply_gated(operands, gate_up, gated, pool);
+  multiply(gated, down, y, pool);
+}
+
+template <class Pool>
+void project(const float* x, int64_t rows, int64_t inputs, const Weights& weights, bool is_bf16, float* y, Pool& pool) {
+  is_bf16 ? project_as<Bfloat16Weights>(x, rows, inputs, weights, y, pool)
+          : project_as<Float32>(x, rows, inputs, weights, y, pool);
+}
+
+template <class Pool>
+void feed_forward(const float* x, int64_t rows, int64_t inputs, const GatedWeights& gate_up, const Weights& down,
+                  bool is_bf16, float* y, Pool& pool) {
+  is_bf16 ? feed_forward_as<Bfloat16Weights>(x, rows, inputs, gate_up, down, y, pool)
+          : feed_forward_as<Float32>(x, rows, inputs, gate_up, down, y, pool);
+}
+
+// Weights [layers, N, K] as 16-bit or 32-bit numbers, and where they are packed.
+struct Packing {
+  const char* weights;
+  uint32_t* packed;
+  int64_t layers, outputs, inputs, words, number_bytes;
+};
+
+// Packs one block of 16 outputs.
+inline void pack_block(const Packing& packing, int64_t layer, int64_t block) {
+  const int64_t blocks = (packing.outputs + kLanes - 1) / kLanes, row_bytes = packing.inputs * packing.number_bytes;
+  const char* rows = packing.weights + (layer * packing.outputs + block * kLanes) * row_bytes;
+  const int64_t num_rows = std::min<int64_t>(kLanes, packing.outputs - block * kLanes);
+  uint32_t* target = packing.packed + (layer * blocks + block) * packing.words * kLanes;
+  for (int64_t word = 0; word < packing.words; word += kLanes) {
+    Floats lines[kLanes] = {};
+    const int64_t begin = word * 4, bytes = std::clamp<int64_t>(row_bytes - begin, 0, kLanes * 4);
+    for (int64_t row = 0; row < num_rows; ++row) memcpy(&lines[row], rows + row * row_bytes + begin, bytes);
+    transpose(lines);
+    const int64_t count = std::min<int64_t>(kLanes, packing.words - word);
+    for (int64_t i = 0; i < count; ++i) store(target + (word + i) * kLanes, lines[i]);
+  }
+}
+
+template <class Pool>
+void pack(const Packing& packing, Pool& pool) {
+  prefer_huge_pages(packing.packed, packing.layers * packing.outputs * packing.words * 4);
+  const int64_t blocks = (packing.outputs + kLanes - 1) / kLanes;
+  parallel_for(pool, packing.layers * blocks,
+               [&](int64_t unit) { pack_block(packing, unit / blocks, unit % blocks); });
+}
+
+// weights [layers, N, K]; packed as above, [layers, blocks, words, 16, P].
+ffi::Error pack_weights(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::Result<ffi::AnyBuffer> packed) {
+  const Packing packing{
+      .weights = static_cast<const char*>(weights.untyped_data()),
+      .packed = static_cast<uint32_t*>(packed->untyped_data()),
+      .layers = weights.dimensions()[0],
+      .outputs = weights.dimensions()[1],
+      .inputs = weights.dimensions()[2],
+      .words = packed->dimensions()[2],
+      .number_bytes = weights.element_type() == ffi::DataType::BF16 ? 2 : 4,
   };
-  move_to_huge_pages(weights.untyped_data(), weights.size_bytes());
-  run(call, is_bf16, pool);
+  pack(packing, pool);
+  return ffi::Error::Success();
+}
+
+Weights layer_of(ffi::AnyBuffer packed, int64_t layer, int64_t outputs) {
+  const int64_t blocks = packed.dimensions()[1], words = packed.dimensions()[2];
+  const uint32_t* data = static_cast<const uint32_t*>(packed.untyped_data());
+  return {data + layer * blocks * words * kLanes, outputs, words};
+}
+
+// x float32 [T, K]; weights packed; y float32 [T, N].
+ffi::Error project_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights,
+                        ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
+  project(x.typed_data(), x.dimensions()[0], x.dimensions()[1],
+          layer_of(weights, *layer.typed_data(), y->dimensions()[1]), weights.element_type() == ffi::DataType::BF16,
+          y->typed_data(), pool);
+  return ffi::Error::Success();
+}
+
+// x float32 [T, E]; gate_up and down packed, of 2 F and E outputs; y float32 [T, E].
+ffi::Error feed_rows_forward(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
+                             ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y, int64_t group,
+                             int64_t activation) {
+  const int64_t index = *layer.typed_data();
+  const GatedWeights gated{layer_of(gate_up, index, gate_up.dimensions()[1] * kLanes), group,
+                           static_cast<Activation>(activation)};
+  feed_forward(x.typed_data(), x.dimensions()[0], x.dimensions()[1], gated, layer_of(down, index, y->dimensions()[1]),
+               down.element_type() == ffi::DataType::BF16, y->typed_data(), pool);
   return ffi::Error::Success();
 }
 
@@ -336,11 +350,26 @@ ffi::Error project(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer
 }  // namespace jpaged::matmul
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_project, jpaged::matmul::project,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_pack_weights, jpaged::matmul::pack_weights,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_project, jpaged::matmul::project_rows,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_feed_forward, jpaged::matmul::feed_rows_forward,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("activation"));
 #pragma GCC visibility pop

@@ -134,6 +134,8 @@ inline Halves narrow(Floats v) {
 #endif
 }
 
+inline Floats widen(Halves v) { return bits<Floats>(__builtin_convertvector(v, Words) << 16); }
+
 // 32 floats as bfloat16 pairs.
 inline Words narrow_pairs(const float* source) {
   struct {

@@ -28,14 +28,15 @@ class TileShapes {
   ~TileShapes() { _tile_release(); }
 };
 
-// sums[2 * block + column][row][lane] over `steps` words, for one or two blocks of 16 rows of operands and one or two
-// columns of vectors, which lie `column_stride` words apart. Fetches the operands after these meanwhile, from `next` on,
-// unless it is null: in the order of memory, which keeps more reads going than the order of use.
-inline void tile_product(const uint32_t* operands, int64_t operand_stride, const uint32_t* vectors,
-                         int64_t column_stride, int64_t steps, int64_t blocks, int64_t columns, const uint32_t* next,
-                         float* sums) {
-  const int64_t operand_bytes = operand_stride * 4;
-  const uint32_t* others = operands + kLanes * operand_stride;
+// Sums over `steps` words, for one or two blocks of 16 rows of operands and one or two columns of vectors, which lie
+// `block_stride` and `column_stride` words apart. Operands lie as tiles do: 16 rows of 16 words, then the next 16 words.
+// Sums of 16 vectors lie beside each other, those of the next row `sums_stride` later. Fetches as many vectors from
+// `next` on meanwhile, unless it is null. Vectors are read past the first cache, as it were: the operands stay there, for
+// the vectors after these.
+inline void tile_product(const uint32_t* operands, int64_t block_stride, const uint32_t* vectors, int64_t column_stride,
+                         int64_t steps, int64_t blocks, int64_t columns, const uint32_t* next, float* sums,
+                         int64_t sums_stride) {
+  const uint32_t* others = operands + block_stride;
   const auto run = [&]<int kBlocks, int kColumns>() {
     _tile_zero(0);
     if constexpr (kColumns > 1) _tile_zero(1);
@@ -43,27 +44,28 @@ inline void tile_product(const uint32_t* operands, int64_t operand_stride, const
     if constexpr (kBlocks > 1 && kColumns > 1) _tile_zero(3);
     for (int64_t step = 0; step < steps; step += kLanes) {
       if (next != nullptr) {
-        const uint32_t* lines = next + step * kBlocks * kLanes;
-        for (int line = 0; line < kBlocks * kLanes; ++line) __builtin_prefetch(lines + line * kLanes, 0, 2);
+        const uint32_t* lines = next + step * kColumns * kLanes;
+        for (int line = 0; line < kColumns * kLanes; ++line) __builtin_prefetch(lines + line * kLanes, 0, 2);
       }
-      _tile_loadd(4, operands + step, operand_bytes);
-      _tile_loadd(6, vectors + step * kLanes, 64);
+      _tile_loadd(4, operands + step * kLanes, 64);
+      _tile_stream_loadd(6, vectors + step * kLanes, 64);
       _tile_dpbf16ps(0, 4, 6);
       if constexpr (kColumns > 1) {
-        _tile_loadd(7, vectors + column_stride + step * kLanes, 64);
+        _tile_stream_loadd(7, vectors + column_stride + step * kLanes, 64);
         _tile_dpbf16ps(1, 4, 7);
       }
       if constexpr (kBlocks > 1) {
-        _tile_loadd(5, others + step, operand_bytes);
+        _tile_loadd(5, others + step * kLanes, 64);
         _tile_dpbf16ps(2, 5, 6);
         if constexpr (kColumns > 1) _tile_dpbf16ps(3, 5, 7);
       }
     }
-    constexpr int kTile = kLanes * kLanes;
-    _tile_stored(0, sums, 64);
-    if constexpr (kColumns > 1) _tile_stored(1, sums + kTile, 64);
-    if constexpr (kBlocks > 1) _tile_stored(2, sums + 2 * kTile, 64);
-    if constexpr (kBlocks > 1 && kColumns > 1) _tile_stored(3, sums + 3 * kTile, 64);
+    const int64_t sums_bytes = sums_stride * 4;
+    float* other_sums = sums + kLanes * sums_stride;
+    _tile_stored(0, sums, sums_bytes);
+    if constexpr (kColumns > 1) _tile_stored(1, sums + kLanes, sums_bytes);
+    if constexpr (kBlocks > 1) _tile_stored(2, other_sums, sums_bytes);
+    if constexpr (kBlocks > 1 && kColumns > 1) _tile_stored(3, other_sums + kLanes, sums_bytes);
   };
   if (blocks > 1) {
     columns > 1 ? run.template operator()<2, 2>() : run.template operator()<2, 1>();

@@ -7,9 +7,12 @@ import pytest
 from flax import nnx
 
 from jpaged.layers.linear import Embedding, Linear, use_matmul
+from jpaged.layers.mlp import GatedMLP
 from jpaged.layers.stack import scan_layers
+from jpaged.models.spec import spec_from_config
 from pallas_kernels.matmul.cpu import CpuMatmul
 from pallas_kernels.native.build import BuildError
+from tests.fakes.tiny_models import TINY_LLAMA
 
 LAYERS, FEATURES = 3, 32
 
@@ -42,9 +45,8 @@ def matmul() -> CpuMatmul:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("few", [True, False])
-def test_scan_over_whole_stacks(matmul: CpuMatmul, bias: bool, few: bool) -> None:
-    rows = 5 if few else matmul.max_rows + 1
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_scan_over_whole_stacks(matmul: CpuMatmul, bias: bool, rows: int) -> None:
     x = np.random.default_rng(1).standard_normal((rows, FEATURES), np.float32)
 
     def run(block, x):
@@ -54,7 +56,7 @@ def test_scan_over_whole_stacks(matmul: CpuMatmul, bias: bool, few: bool) -> Non
     expected = run(block, x)
     use_matmul(block, matmul)
     program = jax.jit(lambda x: run(block, x)).lower(x).as_text()
-    assert (matmul.target in program) == few
+    assert f"jpaged_project_{matmul.name}" in program
     np.testing.assert_allclose(run(block, x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -62,6 +64,28 @@ def test_the_head(matmul: CpuMatmul) -> None:
     head = filled(Embedding(50, FEATURES, jnp.float32), 2)
     assert isinstance(head, Embedding)
     x = np.random.default_rng(3).standard_normal((4, FEATURES), np.float32)
-    expected = head.logits(jnp.asarray(x))
+    ids = jnp.array([0, 17, 49, 16, 15, 49])
+    expected, embedded = head.logits(jnp.asarray(x)), head(ids)
     use_matmul(head, matmul)
     np.testing.assert_allclose(head.logits(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(head(ids), embedded)
+
+
+def test_shapes_are_packed_like_weights(matmul: CpuMatmul) -> None:
+    abstract, loaded = Block(bias=True), filled(Block(bias=True), 0)
+    use_matmul(abstract, matmul)
+    use_matmul(loaded, matmul)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(block)) for block in (abstract, loaded)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("activation", "blocks"), [("silu", 2), ("gelu_pytorch_tanh", 1), ("gelu", 1)])
+def test_a_gated_block(matmul: CpuMatmul, activation: str, blocks: int, bias: bool) -> None:
+    config = TINY_LLAMA | {"hidden_act": activation, "num_key_value_heads": blocks, "mlp_bias": bias}
+    spec = spec_from_config(config)
+    mlp = filled(GatedMLP(spec, jnp.float32, ()), 4)
+    x = np.random.default_rng(5).standard_normal((40, spec.hidden_size), np.float32) / 8
+    expected = mlp(jnp.asarray(x))
+    use_matmul(mlp, matmul)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-3)

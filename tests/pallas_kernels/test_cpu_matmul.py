@@ -1,4 +1,4 @@
-"""Native products with one layer of stacked weights, on every instruction set this machine runs."""
+"""Native products with one layer of packed weights, on every instruction set this machine runs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.matmul.cpu import CpuMatmul
+from jpaged.layers.mlp import ACTIVATION_FUNCTIONS
+from pallas_kernels.matmul.cpu import CpuMatmul, unpack_outputs
 from pallas_kernels.native import build as native
 
 try:
@@ -15,7 +16,7 @@ except native.BuildError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 # Rows, outputs, inputs: less than a vector, ragged, whole tiles, more than one panel, more than one unit of work.
-SHAPES = [(1, 7, 6), (1, 64, 64), (3, 50, 40), (8, 33, 96), (9, 49, 66), (16, 64, 576), (70, 100, 64), (33, 960, 128)]
+SHAPES = [(1, 7, 6), (1, 64, 64), (3, 50, 40), (8, 33, 96), (9, 49, 67), (16, 64, 576), (70, 100, 64), (300, 960, 128)]
 
 
 @pytest.fixture(scope="module", params=native.runnable_instruction_sets(), ids=lambda chosen: chosen.name)
@@ -23,12 +24,13 @@ def matmul(request: pytest.FixtureRequest) -> CpuMatmul:
     return CpuMatmul.make(request.param)
 
 
+def random_rows(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
 def inputs(shape: tuple[int, int, int], dtype: str) -> tuple[np.ndarray, jax.Array]:
     rows, num_outputs, num_inputs = shape
-    rng = np.random.default_rng(rows)
-    x = rng.standard_normal((rows, num_inputs), np.float32)
-    weights = jnp.asarray(rng.standard_normal((3, num_outputs, num_inputs), np.float32)).astype(dtype)
-    return x, weights
+    return random_rows(rows, rows, num_inputs), jnp.asarray(random_rows(1, 3, num_outputs, num_inputs)).astype(dtype)
 
 
 def expected(x: np.ndarray, weights: jax.Array, layer: int) -> np.ndarray:
@@ -40,21 +42,58 @@ def expected(x: np.ndarray, weights: jax.Array, layer: int) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_with_one_layer(matmul: CpuMatmul, shape: tuple[int, int, int], dtype: str) -> None:
     x, weights = inputs(shape, dtype)
-    assert matmul.takes(weights)
-    got = jax.jit(matmul)(x, weights, jnp.int32(1))
+    assert matmul.takes(dtype)
+    got = jax.jit(matmul, static_argnums=3)(x, matmul.pack(weights, 3), jnp.int32(1), shape[1])
     wanted = expected(x, weights, 1)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(5, 70, 33), (1, 16, 64)], ids=str)
+def test_packed_weights_come_back_as_they_were(matmul: CpuMatmul, shape: tuple[int, int, int], dtype: str) -> None:
+    weights = inputs(shape, dtype)[1][:1]
+    packed = matmul.pack(weights)
+    described = matmul.pack(jax.ShapeDtypeStruct(weights.shape, weights.dtype))
+    assert (packed.shape, packed.dtype) == (described.shape, described.dtype)
+    ids = jnp.array([0, shape[1] - 1, 15, 3])
+    np.testing.assert_array_equal(unpack_outputs(packed, ids, shape[2]), weights[0][ids])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "features", "group"), [(1, 48, 16), (7, 96, 48), (33, 128, 32), (100, 48, 48)])
+def test_a_gated_block(matmul: CpuMatmul, rows: int, features: int, group: int, dtype: str, activation: str) -> None:
+    width = 40
+    x = random_rows(rows, rows, width)
+    gate_up = jnp.asarray(random_rows(2, 3, 2 * features, width) / width**0.5).astype(dtype)
+    down = jnp.asarray(random_rows(3, 3, width, features) / features**0.5).astype(dtype)
+    assert matmul.gates(group, activation)
+    got = matmul.feed_forward(
+        jnp.asarray(x), matmul.pack(gate_up, 3), matmul.pack(down, 3), 2, group=group, activation=activation
+    )
+    parts = expected(x, gate_up, 2).reshape(rows, features // group, 2, group)
+    gates, ups = (parts[:, :, i].reshape(rows, features) for i in range(2))
+    wanted = expected(np.asarray(ACTIVATION_FUNCTIONS[activation](gates) * ups), down, 2)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=(1e-5 if dtype == "float32" else 1e-2) * np.abs(wanted).max())
+
+
+def test_what_no_gated_block_can_be_made_of() -> None:
+    matmul = CpuMatmul.make()
+    assert not matmul.gates(24, "silu")
+    assert not matmul.gates(16, "relu")
+    assert not matmul.takes("float16")
+
+
 def test_a_scan_reads_each_layer_where_it_lies(matmul: CpuMatmul) -> None:
     x, weights = inputs((4, 96, 64), "bfloat16")
+    packed = matmul.pack(weights, 3)
 
-    def all_layers(x, weights):
-        return lax.scan(lambda _, layer: (None, matmul(x, weights, layer)), None, jnp.arange(3))[1]
+    def all_layers(x, packed):
+        return lax.scan(lambda _, layer: (None, matmul(x, packed, layer, 96)), None, jnp.arange(3))[1]
 
-    compiled = jax.jit(all_layers).lower(x, weights).compile()
-    for layer, got in enumerate(compiled(x, weights)):
+    compiled = jax.jit(all_layers).lower(x, packed).compile()
+    for layer, got in enumerate(compiled(x, packed)):
         np.testing.assert_allclose(got, expected(x, weights, layer), rtol=1e-5, atol=1e-4)
     memory = compiled.memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < weights[0].nbytes
@@ -63,12 +102,6 @@ def test_a_scan_reads_each_layer_where_it_lies(matmul: CpuMatmul) -> None:
 def test_nan_stays_in_its_row(matmul: CpuMatmul) -> None:
     x, weights = inputs((5, 32, 64), "bfloat16")
     x[2, 3] = np.nan
-    got = np.asarray(jax.jit(matmul)(x, weights, 0))
+    got = np.asarray(matmul(jnp.asarray(x), matmul.pack(weights, 3), 0, 32))
     assert np.isnan(got).all(axis=1).tolist() == [False, False, True, False, False]
     assert not np.isnan(np.delete(got, 2, axis=0)).any()
-
-
-def test_pairs_must_fill_words() -> None:
-    assert not CpuMatmul.make().takes(jnp.zeros((1, 4, 5), jnp.bfloat16))
-    assert CpuMatmul.make().takes(jnp.zeros((1, 4, 5), jnp.float32))
-    assert not CpuMatmul.make().takes(jnp.zeros((1, 4, 4), jnp.float16))
