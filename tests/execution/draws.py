@@ -5,11 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jpaged.execution.batch import DrawBatch, DrawLayout, RowParameters, pack_parameters, unpack_parameters
 from jpaged.execution.constraints import Constraints, ConstraintsLayout, make_constraints, num_words
+from jpaged.execution.native_draw import draw_natively
 from jpaged.execution.rows import Rows, make_rows
 from jpaged.step_plan import RowConstraints, RowSampling, StepPlan
+from pallas_kernels.sampling.cpu import CpuSampling
 
 NEVER = -np.inf
 
@@ -108,6 +111,15 @@ def processed_by_numpy(
     logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - np.float32(sampling.frequency_penalty) * generated.astype(np.float32)
     return logits - np.float32(sampling.presence_penalty) * (generated > 0).astype(np.float32)
+
+
+def sample_natively(native: CpuSampling, logits: Array, parameters: RowParameters, positions: Array) -> Array:
+    """What `sample` returns, drawn by `native`, for rows without flags and penalties."""
+    places = jnp.zeros(len(logits), jnp.int32)
+    rows, constraints = make_rows(1, 1, 1, 0), make_constraints(0, logits.shape[1])
+    batch = DrawBatch(places, places, positions, places == 0, places != 0, jnp.bool(False))
+    masks = jnp.zeros((len(logits), num_words(logits.shape[1])), jnp.uint32)
+    return draw_natively(native, logits, rows, constraints, parameters, batch, masks)
 
 
 def exact_probabilities(logits: np.ndarray, sampling: RowSampling) -> np.ndarray:
