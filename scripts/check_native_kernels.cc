@@ -1,6 +1,6 @@
 // The native kernels with threads of this program's own, for check_native_kernels.py: reads inputs, writes results.
 //
-//   program DIRECTORY NUM_ATTENTION_CASES NUM_PRODUCTS
+//   program DIRECTORY NUM_ATTENTION_CASES NUM_PRODUCTS NUM_DRAWS
 
 #include <condition_variable>
 #include <deque>
@@ -18,6 +18,7 @@
 
 #include "cpu_attention.cc"
 #include "cpu_matmul.cc"
+#include "cpu_sampling.cc"
 
 namespace {
 
@@ -150,6 +151,44 @@ void check_product(const std::string& path, Pool& pool) {
   write(path + ".result", y);
 }
 
+void check_draws(const std::string& path, Pool& pool) {
+  using namespace jpaged::sampling;
+  Input input(path);
+  const auto header = input.read<int64_t>(6);
+  const int64_t rows = header[0], vocabulary = header[1], length = header[2], num_blocked = header[3];
+  const int64_t num_biases = header[4], num_best = header[5];
+  const auto numbers = input.read<float>(DrawCall::kNumbers * rows);
+  const auto words = input.read<int32_t>(DrawCall::kWords * rows);
+  const auto logits = input.read<float>(rows * vocabulary);
+  const auto history = input.read<int32_t>(rows * length), blocked = input.read<int32_t>(rows * num_blocked);
+  const auto bias_ids = input.read<int32_t>(rows * num_biases);
+  const auto bias_values = input.read<float>(rows * num_biases);
+  const auto token_ids = input.read<int32_t>(rows);
+  const auto temperatures = input.read<float>(rows);
+  std::vector<int32_t> drawn(rows), described(rows * (2 + 2 * num_best));
+  run(
+      DrawCall{
+          .logits = logits.data(),
+          .numbers = numbers.data(),
+          .bias_values = bias_values.data(),
+          .words = words.data(),
+          .history = history.data(),
+          .blocked = blocked.data(),
+          .bias_ids = bias_ids.data(),
+          .drawn = drawn.data(),
+          .rows = rows,
+          .vocabulary = vocabulary,
+          .max_length = length,
+          .num_blocked = num_blocked,
+          .num_biases = num_biases,
+      },
+      pool);
+  run(DescribeCall{logits.data(), temperatures.data(), token_ids.data(), described.data(), rows, vocabulary, num_best},
+      pool);
+  write(path + ".result", drawn);
+  write(path + ".result-descriptions", described);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -160,4 +199,5 @@ int main(int, char** arguments) {
   Pool pool;
   for (int i = 0; i < std::stoi(arguments[2]); ++i) check_attention(directory + "/attention-" + std::to_string(i), pool);
   for (int i = 0; i < std::stoi(arguments[3]); ++i) check_product(directory + "/product-" + std::to_string(i), pool);
+  for (int i = 0; i < std::stoi(arguments[4]); ++i) check_draws(directory + "/draws-" + std::to_string(i), pool);
 }

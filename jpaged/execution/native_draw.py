@@ -57,9 +57,7 @@ def draw_natively(
 
 
 def _fields(parameters: RowParameters, batch: DrawBatch) -> DrawFields:
-    first_key, second_key = draw_keys(
-        parameters.seed_low, parameters.seed_high, parameters.sample_index, batch.kv_lens
-    )
+    first_key, second_key = draw_keys(parameters.seed_low, parameters.seed_high, parameters.sample_index, batch.kv_lens)
     return DrawFields(
         temperature=parameters.temperature,
         top_p=parameters.top_p,

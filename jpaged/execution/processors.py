@@ -60,9 +60,7 @@ def process(
         # All at once: what is blocked stays so, whatever its bias.
         blocked = blocked_tokens(rows, constraints, parameters, batch)
         ids = jnp.concatenate([blocked, _mark_others(constraints.bias_ids[batch.row_ids], bias)], axis=1)
-        summands = jnp.concatenate(
-            [jnp.full(blocked.shape, -jnp.inf), constraints.bias_values[batch.row_ids]], axis=1
-        )
+        summands = jnp.concatenate([jnp.full(blocked.shape, -jnp.inf), constraints.bias_values[batch.row_ids]], axis=1)
         return _add(logits, ids, summands)
 
     def penalise(logits: Array) -> Array:

@@ -82,8 +82,7 @@ class CpuSampling:
             blocked: int32 [S, B], tokens that a place must not draw; what is no token pads.
             bias_ids, bias_values: int32 and float32 [R, N], padded likewise.
         """
-        numbers = jnp.stack(fields[:_NUM_FLOATS])
-        words = jnp.stack([_as_int32(values) for values in fields[_NUM_FLOATS:]])
+        numbers, words = pack_fields(fields)
         call = jax.ffi.ffi_call(
             f"jpaged_draw_{self.instruction_set}", jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32)
         )
@@ -101,6 +100,12 @@ class CpuSampling:
         result = jax.ShapeDtypeStruct((len(logits), 2 + 2 * num_best), jnp.int32)
         call = jax.ffi.ffi_call(f"jpaged_describe_{self.instruction_set}", result)
         return call(logits, token_ids, temperature)
+
+
+def pack_fields(fields: DrawFields) -> tuple[Array, Array]:
+    """Fields as the kernel takes them: float32 and int32, [number of fields, S]."""
+    words = [_as_int32(values) for values in fields[_NUM_FLOATS:]]
+    return jnp.stack(fields[:_NUM_FLOATS]), jnp.stack(words)
 
 
 def _as_int32(values: Array) -> Array:

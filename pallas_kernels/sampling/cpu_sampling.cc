@@ -354,14 +354,16 @@ float Draw::reaching(Chosen chosen, double wanted) const {
   };
   pad();
   // Above all values, and no denormal, which XLA's threads take for zero.
-  float low = kLowest, high = row_.largest() + std::max(1e-6f * std::abs(row_.largest()), 1e-30f);
+  float low = kNever, high = row_.largest() + std::max(1e-6f * std::abs(row_.largest()), 1e-30f);
   while (count > kFew) {
-    Floats negated = broadcast(kNever);
+    Floats top = broadcast(kNever), bottom = broadcast(kNever);  // of the values, and of the values negated
     for (int64_t i = 0; i < count; i += kLanes) {
       const Floats v = load<Floats>(values + i);
-      negated = max(select(v > kNever, -v, negated), negated);
+      top = max(v, top);
+      bottom = max(select(v > kNever, -v, bottom), bottom);
     }
-    low = std::max(low, -largest(negated));
+    low = -largest(bottom);
+    if (low == largest(top)) return low;
     for (int round = 0; round < 2; ++round) {
       const float middle = low / 2 + high / 2;
       if (!(low < middle && middle < high)) return low;

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import Array
 
 from jpaged.execution.batch import DrawBatch, DrawLayout, RowParameters, pack_parameters, unpack_parameters
@@ -12,6 +13,7 @@ from jpaged.execution.constraints import Constraints, ConstraintsLayout, make_co
 from jpaged.execution.native_draw import draw_natively
 from jpaged.execution.rows import Rows, make_rows
 from jpaged.step_plan import RowConstraints, RowSampling, StepPlan
+from pallas_kernels.native.build import BuildError, InstructionSet, find_compiler
 from pallas_kernels.sampling.cpu import CpuSampling
 
 NEVER = -np.inf
@@ -111,6 +113,15 @@ def processed_by_numpy(
     logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - np.float32(sampling.frequency_penalty) * generated.astype(np.float32)
     return logits - np.float32(sampling.presence_penalty) * (generated > 0).astype(np.float32)
+
+
+def native_sampling(instruction_set: InstructionSet | None = None) -> CpuSampling:
+    """Skips the test where there is no compiler."""
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return CpuSampling.make(instruction_set)
 
 
 def sample_natively(native: CpuSampling, logits: Array, parameters: RowParameters, positions: Array) -> Array:
