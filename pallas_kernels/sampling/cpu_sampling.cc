@@ -1,7 +1,7 @@
 // Draws a step's tokens from their logits and says how likely tokens are; a row is a unit of work.
 //
-// A row's logits are copied once, changed as its request wishes, and stay in the core's own cache. They are looked at in
-// blocks, whose largest are known: what wants large logits alone, and most does, passes over nearly all of the row.
+// A row's logits are copied once, changed as its request wishes, and stay in the core's own cache. They are looked at
+// in blocks, whose largest are known: what wants large logits alone, and most does, passes over nearly all of the row.
 //
 // A token is drawn as argmax(scaled + noise), where the noise of each token is a function of a hash: nearly all tokens
 // are out of the question by a bound on their noise, which is cheap, and logarithms are taken of a few dozen.
@@ -82,8 +82,8 @@ inline float noise_of(uint32_t bits) {
   return static_cast<float>(-std::log(-std::log1p(-static_cast<double>(v))));
 }
 
-// No noise exceeds -log(v), and no log2 of a float is less than what its bits are as a number: with n = v * 2^24 rounded
-// down, noise <= kBoundOffset - kBoundSlope * bits(n).
+// No noise exceeds -log(v), and no log2 of a float is less than what its bits are as a number. So with n = v * 2^24,
+// rounded down, noise <= kBoundOffset - kBoundSlope * bits(n).
 constexpr float kLog2 = 0.693147181f;
 constexpr float kBoundSlope = kLog2 * 0x1p-23f;
 constexpr float kBoundOffset = kLog2 * (127 + 24) + 1e-4f;  // and for rounding
@@ -245,8 +245,8 @@ bool change(const DrawCall& call, int64_t place, Row& row, std::vector<int32_t>&
   return penalise(call, place, row.values(), counts) || changed;
 }
 
-// Draws a row's token, as jpaged/execution/sampler.py does: what min_p, then top_k, then top_p keep, by logits from which
-// the largest is subtracted and which are divided by the temperature.
+// Draws a row's token, as jpaged/execution/sampler.py does: of what min_p, then top_k, then top_p keep, by logits from
+// which the largest is subtracted and which are divided by the temperature.
 class Draw {
  public:
   Draw(const DrawCall& call, int64_t place, const Row& row, Workspace& space)
@@ -263,11 +263,10 @@ class Draw {
   int32_t token() const;
 
  private:
-  // The weights of a few values or many, and what they sum to; without weights, each counts one.
+  // Some of the row's logits; without weights, each counts one.
   struct Chosen {
     float *values, *weights;
     int64_t count;
-    double total;
   };
 
   template <class Number>
@@ -281,7 +280,7 @@ class Draw {
     return logit == kNever ? kLowest : logit - 1e-6f * (std::abs(logit) + std::abs(row_.largest()));
   }
   Chosen choose(float low, float lowest_scaled) const;
-  void weigh(Chosen& chosen) const;
+  double weigh(Chosen& chosen) const;
   float reaching(Chosen chosen, double wanted) const;
 
   const Row& row_;
@@ -300,19 +299,18 @@ float Draw::lowest_kept() const {
   if (is_counted) low = std::max(low, slightly_below(row_.reached_by(top_k_)));
   Chosen chosen = choose(low, lowest);
   if (is_counted && top_k_ <= chosen.count) {
-    chosen.total = static_cast<double>(chosen.count);
     lowest = std::max(lowest, scale(reaching(chosen, static_cast<double>(top_k_))));
     if (is_weighed) chosen = choose(logit_below(lowest), lowest);
   }
   if (is_weighed && chosen.count > 0) {
-    weigh(chosen);
     // Below the clamp the product could round to zero, which no token at all would satisfy.
-    lowest = std::max(lowest, scale(reaching(chosen, std::max(top_p_, 1e-30f) * chosen.total)));
+    const double wanted = std::max(top_p_, 1e-30f) * weigh(chosen);
+    lowest = std::max(lowest, scale(reaching(chosen, wanted)));
   }
   return lowest;
 }
 
-// The logits that scale to `lowest_scaled` or more, none of which is below `low`.
+// The logits that scale to `lowest_scaled` or more, given that none below `low` does.
 Draw::Chosen Draw::choose(float low, float lowest_scaled) const {
   float* values = space_.chosen.at_least(row_.size() + 2 * kBlock);
   float* end = values;
@@ -321,10 +319,11 @@ Draw::Chosen Draw::choose(float low, float lowest_scaled) const {
     if (lanes != 0 && lowest_scaled > kNever) lanes &= lanes_of(scale(v) >= lowest_scaled);
     if (lanes != 0) end = append(end, v, lanes);
   });
-  return {values, nullptr, end - values, 0};
+  return {values, nullptr, end - values};
 }
 
-void Draw::weigh(Chosen& chosen) const {
+// Gives them weights, their probabilities but for a factor, and returns what those sum to.
+double Draw::weigh(Chosen& chosen) const {
   chosen.weights = space_.weights.at_least(chosen.count + kLanes);
   std::fill(chosen.values + chosen.count, chosen.values + chosen.count + kLanes, kNever);
   Floats total = {};
@@ -333,7 +332,7 @@ void Draw::weigh(Chosen& chosen) const {
     store(chosen.weights + i, weights);
     total += weights;
   }
-  chosen.total = sum(total);
+  return sum(total);
 }
 
 // The largest value for which it and those above sum to what is wanted, or the smallest of all.
