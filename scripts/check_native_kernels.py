@@ -159,21 +159,22 @@ def write_draws(path: Path, rows: int, vocabulary: int) -> None:
         return generator.integers(0, limit, shape, np.int32)
 
     length, num_blocked, num_biases = 70, 3, 5
-    fields = sampling.DrawFields(
-        temperature=maybe(generator.random(rows) + 0.5, 0.0),
-        top_p=maybe(generator.random(rows), 1.0),
-        log_min_p=maybe(np.log(generator.random(rows) / 10), -np.inf),
-        presence=maybe(generator.random(rows), 0.0),
-        frequency=maybe(generator.random(rows), 0.0),
-        repetition=maybe(generator.random(rows) + 0.5, 1.0),
-        top_k=maybe(whole(vocabulary, rows), 0).astype(np.int32),
-        first_key=whole(2**31 - 1, rows),
-        second_key=whole(2**31 - 1, rows),
-        row_id=generator.permutation(rows).astype(np.int32),
-        prompt_length=whole(length, rows),
-        history_length=whole(length + 1, rows),
-        has_bias=whole(2, rows),
-    )
+    fields = {
+        "temperature": maybe(generator.random(rows) + 0.5, 0.0),
+        "top_p": maybe(generator.random(rows), 1.0),
+        "log_min_p": maybe(np.log(generator.random(rows) / 10), -np.inf),
+        "presence": maybe(generator.random(rows), 0.0),
+        "frequency": maybe(generator.random(rows), 0.0),
+        "repetition": maybe(generator.random(rows) + 0.5, 1.0),
+        "top_k": maybe(whole(vocabulary, rows), 0).astype(np.int32),
+        "first_key": whole(2**31 - 1, rows),
+        "second_key": whole(2**31 - 1, rows),
+        "row_id": generator.permutation(rows).astype(np.int32),
+        "prompt_length": whole(length, rows),
+        "history_length": whole(length + 1, rows),
+        "has_bias": whole(2, rows),
+    }
+    draws = sampling.DrawFields(**{name: jnp.asarray(values) for name, values in fields.items()})
     logits = generator.normal(0, 2, (rows, vocabulary)).astype(np.float32)
     logits[rows // 2] = 1.0
     logits[rows - 1, vocabulary // 2 :] = np.nan
@@ -181,12 +182,12 @@ def write_draws(path: Path, rows: int, vocabulary: int) -> None:
     bias_values = generator.normal(0, 1, bias_ids.shape).astype(np.float32)
     token_ids, temperature = whole(vocabulary, rows), (generator.random(rows) + 0.5).astype(np.float32)
     native, arrays = sampling.CpuSampling.make(), (logits, history, blocked, bias_ids, bias_values)
-    drawn = native.draw(jnp.asarray(logits), fields, *map(jnp.asarray, arrays[1:]))
+    drawn = native.draw(jnp.asarray(logits), draws, *map(jnp.asarray, arrays[1:]))
     described = native.describe(jnp.asarray(logits), jnp.asarray(token_ids), jnp.asarray(temperature), NUM_BEST)
     np.asarray(drawn).tofile(f"{path}.expected")
     np.asarray(described).tofile(f"{path}.expected-descriptions")
     header = np.array([rows, vocabulary, length, num_blocked, num_biases, NUM_BEST], np.int64)
-    write_arrays(path, [header, *sampling.pack_fields(fields), *arrays, token_ids, temperature])
+    write_arrays(path, [header, *sampling.pack_fields(draws), *arrays, token_ids, temperature])
 
 
 def draws_are_right(path: Path) -> bool:

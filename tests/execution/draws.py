@@ -125,7 +125,10 @@ def native_sampling(instruction_set: InstructionSet | None = None) -> CpuSamplin
 
 
 def sample_natively(native: CpuSampling, logits: Array, parameters: RowParameters, positions: Array) -> Array:
-    """What `sample` returns, drawn by `native`, for rows without flags and penalties."""
+    """What `sample` returns, drawn by `native`: the logits are taken as they are, whatever the rows wish of them."""
+    none = unpack_parameters(jnp.asarray(pack_parameters(RowSampling())))
+    wishes = ("presence_penalty", "frequency_penalty", "repetition_penalty", "flags")
+    parameters = parameters._replace(**{name: jnp.broadcast_to(getattr(none, name), len(logits)) for name in wishes})
     places = jnp.zeros(len(logits), jnp.int32)
     rows, constraints = make_rows(1, 1, 1, 0), make_constraints(0, logits.shape[1])
     batch = DrawBatch(places, places, positions, places == 0, places != 0, jnp.bool(False))
