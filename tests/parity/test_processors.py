@@ -80,7 +80,7 @@ def test_the_native_form_draws_what_the_kept_logits_draw(processed, filtered):
     parameters, logits = processed
     draw = jax.jit(lambda positions: sample_natively(native_sampling(), logits, parameters, positions))
     token_ids = jnp.arange(VOCABULARY)[None, :]
-    for position in range(200):
+    for position in range(50):
         seeds = parameters.seed_low, parameters.seed_high, parameters.sample_index
         positions = jnp.full(len(CASES), position)
         noisy = filtered + np.asarray(gumbel(draw_keys(*seeds, positions), token_ids))
