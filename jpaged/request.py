@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from jpaged.errors import InvalidRequestError
 from jpaged.params import Params, validate_token_ids
@@ -33,8 +33,7 @@ class PreparedRequest:
     grammar: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token's natural log of its probability under the model's own distribution, before any parameter acts on it;
     its rank in that distribution, 1 for the most likely token; and its text, if text is made."""
 

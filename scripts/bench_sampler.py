@@ -5,7 +5,8 @@
 The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of a
 language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the
 worst case: the filters keep thousands of tokens, so that all rows look at the whole vocabulary. Then decode steps of
-the engine with all rows running, greedy and with everything on, in turns; medians.
+the engine with all rows running, greedy and with everything on, in turns; medians. On a CPU the sampler alone is
+measured in both its forms; the engine takes the native one.
 
 Prints tables and one JSON line last.
 """
@@ -15,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from jpaged.execution.constraints import ConstraintsLayout, make_constraints, nu
 from jpaged.execution.draw import draw_tokens
 from jpaged.execution.rows import make_rows
 from jpaged.step_plan import RowConstraints, RowSampling, StepPlan
+from pallas_kernels.sampling.cpu import CpuSampling
 
 HISTORY_TOKENS, PROMPT_TOKENS = 256, 128
 ROUNDS, CALLS = 15, 5
@@ -61,8 +64,15 @@ def main() -> None:
     devices = {str(device.device_kind) for device in jax.devices()}
     where = machine() if devices == {"cpu"} else ", ".join(sorted(devices))
     console = Console()
-    alone = {size: measure_sampler(arguments.rows, size) for size in arguments.vocabularies}
-    columns = [f"{size:,} (µs)" for size in alone]
+    forms: dict[str, CpuSampling | None] = {"xla": None}
+    if devices == {"cpu"}:
+        forms["native"] = CpuSampling.make()
+    alone = {
+        f"{size:,} {form}": measure_sampler(arguments.rows, size, native)
+        for size in arguments.vocabularies
+        for form, native in forms.items()
+    }
+    columns = [f"{name} (µs)" for name in alone]
     table = Table("sampler alone", *columns, title=f"Drawing {arguments.rows} tokens on {where}")
     for name in CASES:
         table.add_row(name, *(f"{times[name]:,}" for times in alone.values()))
@@ -77,9 +87,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure_sampler(num_rows: int, vocabulary: int) -> dict[str, int]:
+def measure_sampler(num_rows: int, vocabulary: int, native: CpuSampling | None) -> dict[str, int]:
     """Microseconds a call of each case; the best of many rounds, as the work does not vary and machines do."""
-    draw = jax.jit(draw_tokens)
+    draw = jax.jit(partial(draw_tokens, native=native))
     calls = {name: _prepare(draw, num_rows, vocabulary, *case) for name, case in CASES.items()}
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(ROUNDS):

@@ -1,6 +1,6 @@
 // The native kernels with threads of this program's own, for check_native_kernels.py: reads inputs, writes results.
 //
-//   program DIRECTORY NUM_ATTENTION_CASES NUM_PRODUCTS
+//   program DIRECTORY NUM_ATTENTION_CASES NUM_PRODUCTS NUM_DRAWS
 
 #include <condition_variable>
 #include <deque>
@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #if defined(__AMX_BF16__)
@@ -18,6 +19,7 @@
 
 #include "cpu_attention.cc"
 #include "cpu_matmul.cc"
+#include "cpu_sampling.cc"
 
 namespace {
 
@@ -143,11 +145,64 @@ void check_product(const std::string& path, Pool& pool) {
   Input input(path);
   const auto header = input.read<int64_t>(4);
   const auto x = input.read<float>(header[1] * header[3]);
-  const auto weights = input.read<char>(header[2] * header[3] * (header[0] ? 2 : 4));
-  std::vector<float> y(header[1] * header[2]);
-  const Call call{x.data(), weights.data(), y.data(), header[1], header[2], header[3]};
-  run(call, header[0], pool);
+  const auto [is_bf16, rows, outputs, inputs] = std::tuple(header[0] != 0, header[1], header[2], header[3]);
+  const auto weights = input.read<char>(outputs * inputs * (is_bf16 ? 2 : 4));
+  const auto packed = [&](int64_t outputs, int64_t inputs) {
+    const int64_t words = is_bf16 ? (inputs + 31) / 32 * 16 : inputs;
+    std::vector<uint32_t> words_of_blocks((outputs + 15) / 16 * words * 16);
+    pack({weights.data(), words_of_blocks.data(), 1, outputs, inputs, words, is_bf16 ? 2 : 4}, pool);
+    return std::pair(words_of_blocks, words);
+  };
+  std::vector<float> y(rows * outputs);
+  const auto [data, words] = packed(outputs, inputs);
+  const Weights layer{data.data(), outputs, words};
+  project(x.data(), rows, inputs, layer, is_bf16, y.data(), pool);
   write(path + ".result", y);
+  if (outputs % 32 != 0) return;
+  // The same numbers once more: as gates and ups in turns, and their first half as what comes after.
+  const auto [down_data, down_words] = packed(inputs, outputs / 2);
+  std::vector<float> fed(rows * inputs);
+  feed_forward(x.data(), rows, inputs, {layer, 1, Activation::kSilu}, {down_data.data(), inputs, down_words}, is_bf16,
+               fed.data(), pool);
+  write(path + ".result-fed", fed);
+}
+
+void check_draws(const std::string& path, Pool& pool) {
+  using namespace jpaged::sampling;
+  Input input(path);
+  const auto header = input.read<int64_t>(6);
+  const int64_t rows = header[0], vocabulary = header[1], length = header[2], num_blocked = header[3];
+  const int64_t num_biases = header[4], num_best = header[5];
+  const auto numbers = input.read<float>(DrawCall::kNumbers * rows);
+  const auto words = input.read<int32_t>(DrawCall::kWords * rows);
+  const auto logits = input.read<float>(rows * vocabulary);
+  const auto history = input.read<int32_t>(rows * length), blocked = input.read<int32_t>(rows * num_blocked);
+  const auto bias_ids = input.read<int32_t>(rows * num_biases);
+  const auto bias_values = input.read<float>(rows * num_biases);
+  const auto token_ids = input.read<int32_t>(rows);
+  const auto temperatures = input.read<float>(rows);
+  std::vector<int32_t> drawn(rows), described(rows * (2 + 2 * num_best));
+  run(
+      DrawCall{
+          .logits = logits.data(),
+          .numbers = numbers.data(),
+          .bias_values = bias_values.data(),
+          .words = words.data(),
+          .history = history.data(),
+          .blocked = blocked.data(),
+          .bias_ids = bias_ids.data(),
+          .drawn = drawn.data(),
+          .rows = rows,
+          .vocabulary = vocabulary,
+          .max_length = length,
+          .num_blocked = num_blocked,
+          .num_biases = num_biases,
+      },
+      pool);
+  run(DescribeCall{logits.data(), temperatures.data(), token_ids.data(), described.data(), rows, vocabulary, num_best},
+      pool);
+  write(path + ".result", drawn);
+  write(path + ".result-descriptions", described);
 }
 
 }  // namespace
@@ -160,4 +215,5 @@ int main(int, char** arguments) {
   Pool pool;
   for (int i = 0; i < std::stoi(arguments[2]); ++i) check_attention(directory + "/attention-" + std::to_string(i), pool);
   for (int i = 0; i < std::stoi(arguments[3]); ++i) check_product(directory + "/product-" + std::to_string(i), pool);
+  for (int i = 0; i < std::stoi(arguments[4]); ++i) check_draws(directory + "/draws-" + std::to_string(i), pool);
 }

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from pallas_kernels.matmul.cpu import CpuMatmul
 from pallas_kernels.native.build import BuildError
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
+from pallas_kernels.sampling.cpu import CpuSampling
 
 logger = logging.getLogger(__name__)
 DEFAULT_PAGE_SIZE_TOKENS = 16
@@ -84,7 +86,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     if mesh.devices.flat[0].platform == "cpu":
         keep_large_blocks()
     watch.lap("find the model")
-    matmul = _native_matmul(mesh)
+    matmul = _native("matmul", CpuMatmul.make, mesh)
     sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
     watch.lap("choose kernels and sizes")
     max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
@@ -106,6 +108,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
             num_host_pages,
             one_row_alone=matmul is not None,  # XLA pads one row to several
         ),
+        _native("sampling", CpuSampling.make, mesh),
     )
     watch.lap("make the pool")
     rates = runner.warm_up(report)
@@ -160,7 +163,7 @@ def reload_weights(parts: EngineParts, model: str | None = None) -> None:
         )
     mesh = make_mesh(parts.config.tensor_parallel_size, spec=spec)
     loaded = load_weights(model_dir, spec, jnp.dtype(parts.dtype), mesh)
-    if (matmul := _native_matmul(mesh)) is not None:
+    if (matmul := _native("matmul", CpuMatmul.make, mesh)) is not None:
         use_matmul(loaded, matmul)
     parts.runner.replace_weights(loaded)
 
@@ -210,14 +213,14 @@ def choose_sizes(
     return Sizes(max_model_len, dtype, page_spec, attention)
 
 
-def _native_matmul(mesh: Mesh) -> CpuMatmul | None:
-    """What computes products with few rows, where that is not XLA."""
+def _native[T](what: str, make: Callable[[], T], mesh: Mesh) -> T | None:
+    """What computes in place of XLA, on a mesh of one CPU if it can be built there."""
     if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
         return None
     try:
-        return CpuMatmul.make()
+        return make()
     except BuildError as error:
-        logger.info("matmul: xla (native: %s)", error)
+        logger.info("%s: xla (native: %s)", what, error)
         return None
 
 

@@ -5,6 +5,7 @@ Letters: S rows; V vocabulary entries; W = ceil(V / 32) words of bits.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ from jpaged.execution.batch import DrawBatch, DrawLayout, RowFlag, RowParameters
 from jpaged.execution.candidates import argmax
 from jpaged.execution.constraints import Constraints
 from jpaged.execution.logprobs import LOGPROB_WORDS, describe_tokens
+from jpaged.execution.native_draw import draw_natively
 from jpaged.execution.processors import asks_for_processing, process
 from jpaged.execution.rows import Rows, append_tokens
 from jpaged.execution.sampler import sample
 from jpaged.execution.step import StepParts, head_logits
 from jpaged.step_plan import RowSampling
+from pallas_kernels.sampling.cpu import CpuSampling
 
 DRAWN_WORDS = 1 + LOGPROB_WORDS
 
@@ -47,6 +50,7 @@ def make_draw(parts: StepParts, layout: DrawLayout) -> DrawFunction:
                 constraints,
                 batch,
                 masks,
+                parts.sampling,
             ),
             lambda: jnp.zeros((layout.num_rows, DRAWN_WORDS), jnp.int32),
         )
@@ -56,14 +60,38 @@ def make_draw(parts: StepParts, layout: DrawLayout) -> DrawFunction:
     return jpaged_draw
 
 
-def draw_tokens(logits: Array, rows: Rows, constraints: Constraints, batch: DrawBatch, masks: Array) -> Array:
-    """Draw from the model's logits, float32 [S, V]; return int32 [S, DRAWN_WORDS]."""
+def draw_tokens(
+    logits: Array,
+    rows: Rows,
+    constraints: Constraints,
+    batch: DrawBatch,
+    masks: Array,
+    native: CpuSampling | None = None,
+) -> Array:
+    """Draw from the model's logits, float32 [S, V]; return int32 [S, DRAWN_WORDS]. XLA does it, or `native`."""
     with jax.named_scope("sampler"):
-        return _draw_tokens(logits, rows, constraints, batch, masks)
+        return _draw_tokens(logits, rows, constraints, batch, masks, native)
 
 
-def _draw_tokens(logits: Array, rows: Rows, constraints: Constraints, batch: DrawBatch, masks: Array) -> Array:
+def _draw_tokens(
+    logits: Array, rows: Rows, constraints: Constraints, batch: DrawBatch, masks: Array, native: CpuSampling | None
+) -> Array:
     parameters = _of_drawing_rows(rows.parameters, batch)
+    draw = _draw_by_xla if native is None else partial(draw_natively, native)
+    tokens = draw(logits, rows, constraints, parameters, batch, masks)
+
+    def logprobs() -> Array:
+        # A search over beams looks at the distribution that its temperature gives; all others at the model's own.
+        divides = parameters.has(RowFlag.BEAM) & (parameters.temperature > 0)
+        return describe_tokens(logits, tokens, jnp.where(divides, parameters.temperature, 1.0), native)
+
+    nothing = jnp.zeros((len(logits), LOGPROB_WORDS), jnp.int32)
+    return jnp.concatenate([tokens[:, None], lax.cond(batch.wants_logprobs, logprobs, lambda: nothing)], axis=1)
+
+
+def _draw_by_xla(
+    logits: Array, rows: Rows, constraints: Constraints, parameters: RowParameters, batch: DrawBatch, masks: Array
+) -> Array:
     processes = asks_for_processing(parameters, batch)
 
     def with_all() -> Array:
@@ -71,15 +99,7 @@ def _draw_tokens(logits: Array, rows: Rows, constraints: Constraints, batch: Dra
         return sample(lax.cond(processes, change, lambda logits: logits, logits), parameters, batch.kv_lens)
 
     # A batch that is plainly greedy does not even copy its logits.
-    tokens = lax.cond(processes | jnp.any(parameters.temperature > 0), with_all, lambda: argmax(logits))
-
-    def logprobs() -> Array:
-        # A search over beams looks at the distribution that its temperature gives; all others at the model's own.
-        divides = parameters.has(RowFlag.BEAM) & (parameters.temperature > 0)
-        return describe_tokens(logits, tokens, jnp.where(divides, parameters.temperature, 1.0))
-
-    nothing = jnp.zeros((len(logits), LOGPROB_WORDS), jnp.int32)
-    return jnp.concatenate([tokens[:, None], lax.cond(batch.wants_logprobs, logprobs, lambda: nothing)], axis=1)
+    return lax.cond(processes | jnp.any(parameters.temperature > 0), with_all, lambda: argmax(logits))
 
 
 def _of_drawing_rows(parameters: RowParameters, batch: DrawBatch) -> RowParameters:

@@ -7,11 +7,14 @@ from numpy.typing import NDArray
 
 from jpaged.execution.candidates import top_k
 from jpaged.step_plan import MAX_CANDIDATES, Logprobs
+from pallas_kernels.sampling.cpu import CpuSampling
 
 LOGPROB_WORDS = 2 + 2 * MAX_CANDIDATES
 
 
-def describe_tokens(logits: Array, token_ids: Array, temperature: Array | None = None) -> Array:
+def describe_tokens(
+    logits: Array, token_ids: Array, temperature: Array | None = None, native: CpuSampling | None = None
+) -> Array:
     """Return what Logprobs holds of a token of each row, int32 [S, LOGPROB_WORDS]: the token's logprob (its bits), its
     rank, and the best tokens' ids and logprobs.
 
@@ -19,7 +22,11 @@ def describe_tokens(logits: Array, token_ids: Array, temperature: Array | None =
         logits: float32 [S, V].
         token_ids: int32 [S].
         temperature: float32 [S], divides the logits; `None` leaves them as they are.
+        native: does it instead of XLA.
     """
+    if native is not None:
+        divisor = jnp.ones(len(logits)) if temperature is None else temperature
+        return native.describe(logits, token_ids, divisor, MAX_CANDIDATES)
     divide = lambda values: values if temperature is None else values / temperature[:, None]  # noqa: E731
     own = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     # Counted in float32, which is exact for any vocabulary and twice as fast as integers on a CPU.

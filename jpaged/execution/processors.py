@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jpaged.execution.batch import DrawBatch, RowFlag, RowParameters
-from jpaged.execution.constraints import NO_TOKEN, Constraints
+from jpaged.execution.constraints import MAX_BAD_TOKEN_SEQUENCES, MAX_LATE_TOKEN_IDS, NO_TOKEN, Constraints
 from jpaged.execution.rows import Rows
 from jpaged.params import MAX_BAD_WORD_TOKENS
 
+BLOCKED_TOKENS = MAX_BAD_TOKEN_SEQUENCES + MAX_LATE_TOKEN_IDS  # of a row at most
 _HISTORY_TOKENS = 128  # of each row, counted at once
 # In the counts: more than any history is long, and still a number if all tokens of a part add it.
 _IN_PROMPT = (1 << 30) // _HISTORY_TOKENS
@@ -23,9 +24,24 @@ _IN_PROMPT = (1 << 30) // _HISTORY_TOKENS
 
 def asks_for_processing(parameters: RowParameters, batch: DrawBatch) -> Array:
     """Whether any row's logits change, bool []."""
-    changes = parameters.has(RowFlag.ALLOWED | RowFlag.BIAS | RowFlag.BAD_WORDS)
-    changes |= batch.masked | _is_early(parameters, batch) | _has_penalties(parameters)
-    return jnp.any(changes)
+    changes = is_masked(parameters, batch) | blocks_tokens(parameters, batch) | parameters.has(RowFlag.BIAS)
+    return jnp.any(changes | has_penalties(parameters))
+
+
+def is_masked(parameters: RowParameters, batch: DrawBatch) -> Array:
+    """Which rows draw from a part of the vocabulary, bool [S]."""
+    return parameters.has(RowFlag.ALLOWED) | batch.masked
+
+
+def blocks_tokens(parameters: RowParameters, batch: DrawBatch) -> Array:
+    """Which rows may have blocked tokens, bool [S]."""
+    return parameters.has(RowFlag.BAD_WORDS) | _is_early(parameters, batch)
+
+
+def has_penalties(parameters: RowParameters) -> Array:
+    """Which rows have penalties that change anything, bool [S]."""
+    additive = (parameters.presence_penalty != 0) | (parameters.frequency_penalty != 0)
+    return additive | (parameters.repetition_penalty != 1)
 
 
 def process(
@@ -38,34 +54,44 @@ def process(
         parameters: entries [S], of rows that draw nothing without flags and penalties.
         masks: uint32 [S, W], meaningful where the batch says so.
     """
-    row_ids, size = batch.row_ids, logits.shape[1]
-    early, bad_words, bias = (
-        _is_early(parameters, batch),
-        parameters.has(RowFlag.BAD_WORDS),
-        parameters.has(RowFlag.BIAS),
-    )
-
-    def keep_allowed(logits: Array) -> Array:
-        allowed = _bits_or_all(constraints.allowed_bits[row_ids], parameters.has(RowFlag.ALLOWED))
-        return jnp.where(_expand_bits(allowed & _bits_or_all(masks, batch.masked), size), logits, -jnp.inf)
+    bias = parameters.has(RowFlag.BIAS)
 
     def block_and_bias(logits: Array) -> Array:
         # All at once: what is blocked stays so, whatever its bias.
-        blocked = [
-            _mark_others(_completing_tokens(constraints.bad_words[row_ids], rows.tokens, batch), bad_words),
-            _mark_others(constraints.late_ids[row_ids], early),
-        ]
-        ids = jnp.concatenate([*blocked, _mark_others(constraints.bias_ids[row_ids], bias)], axis=1)
-        biases = constraints.bias_values[row_ids]
-        never = jnp.full((len(ids), ids.shape[1] - biases.shape[1]), -jnp.inf)
-        return _add(logits, ids, jnp.concatenate([never, biases], axis=1))
+        blocked = blocked_tokens(rows, constraints, parameters, batch)
+        ids = jnp.concatenate([blocked, _mark_others(constraints.bias_ids[batch.row_ids], bias)], axis=1)
+        summands = jnp.concatenate([jnp.full(blocked.shape, -jnp.inf), constraints.bias_values[batch.row_ids]], axis=1)
+        return _add(logits, ids, summands)
 
     def penalise(logits: Array) -> Array:
-        return _penalise(logits, _count_tokens(rows.tokens, parameters, batch, size), parameters)
+        return _penalise(logits, _count_tokens(rows.tokens, parameters, batch, logits.shape[1]), parameters)
 
-    logits = _where_any(parameters.has(RowFlag.ALLOWED) | batch.masked, keep_allowed, logits)
-    logits = _where_any(bad_words | early | bias, block_and_bias, logits)
-    return _where_any(_has_penalties(parameters), penalise, logits)
+    logits = _where_any(
+        is_masked(parameters, batch), lambda logits: keep_allowed(logits, constraints, parameters, batch, masks), logits
+    )
+    logits = _where_any(blocks_tokens(parameters, batch) | bias, block_and_bias, logits)
+    return _where_any(has_penalties(parameters), penalise, logits)
+
+
+def keep_allowed(
+    logits: Array, constraints: Constraints, parameters: RowParameters, batch: DrawBatch, masks: Array
+) -> Array:
+    """-inf for tokens that a row's request or grammar does not allow, float32 [S, V]."""
+    allowed = _bits_or_all(constraints.allowed_bits[batch.row_ids], parameters.has(RowFlag.ALLOWED))
+    return jnp.where(_expand_bits(allowed & _bits_or_all(masks, batch.masked), logits.shape[1]), logits, -jnp.inf)
+
+
+def blocked_tokens(rows: Rows, constraints: Constraints, parameters: RowParameters, batch: DrawBatch) -> Array:
+    """The tokens that would complete a bad word or come too early, int32 [S, BLOCKED_TOKENS], padded by NO_TOKEN."""
+    row_ids = batch.row_ids
+    completing = _completing_tokens(constraints.bad_words[row_ids], rows.tokens, batch)
+    return jnp.concatenate(
+        [
+            _mark_others(completing, parameters.has(RowFlag.BAD_WORDS)),
+            _mark_others(constraints.late_ids[row_ids], _is_early(parameters, batch)),
+        ],
+        axis=1,
+    )
 
 
 def _where_any(rows: Array, change: Callable[[Array], Array], logits: Array) -> Array:
@@ -88,11 +114,6 @@ def _add(values: Array, token_ids: Array, summands: Array) -> Array:
 
 def _is_early(parameters: RowParameters, batch: DrawBatch) -> Array:
     return parameters.has(RowFlag.LATE) & (batch.kv_lens < parameters.min_length)
-
-
-def _has_penalties(parameters: RowParameters) -> Array:
-    additive = (parameters.presence_penalty != 0) | (parameters.frequency_penalty != 0)
-    return additive | (parameters.repetition_penalty != 1)
 
 
 def _bits_or_all(bits: Array, rows: Array) -> Array:
@@ -138,7 +159,7 @@ def _count_tokens(tokens: Array, parameters: RowParameters, batch: DrawBatch, si
     such history, not with the longest possible one.
     """
     starts = jnp.where(parameters.repetition_penalty != 1, 0, parameters.prompt_length)
-    stops = jnp.where(_has_penalties(parameters), batch.kv_lens, 0)
+    stops = jnp.where(has_penalties(parameters), batch.kv_lens, 0)
 
     def count(index: Array, counts: Array) -> Array:
         positions = (starts + index * _HISTORY_TOKENS)[:, None] + jnp.arange(_HISTORY_TOKENS)

@@ -27,6 +27,7 @@ from jpaged.models.registry import Model
 from jpaged.parallel.mesh import TENSOR_AXIS
 from jpaged.step_plan import StepPlan, StepResult
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
+from pallas_kernels.sampling.cpu import CpuSampling
 
 PAGES_PER_CHANGE = 512  # page table entries in one call outside of a step
 TOKENS_PER_CHANGE = 2048  # tokens of histories in one call
@@ -84,10 +85,17 @@ class Runner:
     last step are replaced by each step, constraints by each row that is taken with some.
     """
 
-    def __init__(self, model: Model, attention: PagedAttention, mesh: Mesh, config: RunnerConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        mesh: Mesh,
+        config: RunnerConfig,
+        sampling: CpuSampling | None = None,
+    ) -> None:
         self.model = model
         graph, self._weights = nnx.split(model)
-        self._parts = StepParts(graph, attention, config.page_spec, mesh)
+        self._parts = StepParts(graph, attention, config.page_spec, mesh, sampling)
         self._config = config
         self._executables: dict[Bucket, jax.stages.Compiled] = {}
         self._draws: dict[int, jax.stages.Compiled] = {}  # by number of rows

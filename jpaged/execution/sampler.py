@@ -8,6 +8,8 @@ top_k, then top_p allow, and draw by the Gumbel-max trick: argmax(logits + Gumbe
 What the filters keep is mostly few, so they look at the best tokens only. That is exact where they keep none but those,
 and then nothing changes, as noise belongs to a token and not to its place. The rows for which it is not, and those that
 filter nothing, look at the whole vocabulary, a few rows at a time. Which of the two a row takes depends on it alone.
+
+This is XLA's form, which defines what is drawn; `native_draw` has the same in C++ for one CPU.
 """
 
 from typing import NamedTuple

@@ -52,7 +52,7 @@ class Scorer:
 
         def score(weights: Any, hidden: Array, words: Array) -> Array:
             indices, token_ids = words
-            return describe_tokens(logits_at(weights, hidden, indices), token_ids)
+            return describe_tokens(logits_at(weights, hidden, indices), token_ids, native=parts.sampling)
 
         def score_wide(weights: Any, hidden: Array, indices: Array) -> Array:
             return jax.nn.log_softmax(logits_at(weights, hidden, indices), axis=1)

@@ -18,18 +18,20 @@ from jpaged.execution.batch import BatchLayout, StepBatch
 from jpaged.execution.rows import Rows, apply_changes, read_tokens
 from jpaged.parallel.mesh import TENSOR_AXIS
 from pallas_kernels.paged_attention.api import AttentionBatch, PagedAttention, PageSpec
+from pallas_kernels.sampling.cpu import CpuSampling
 
 StepFunction = Callable[[Any, Any, Rows, Array, Array], tuple[Any, Rows, Array]]
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What every bucket's step has in common."""
+    """What every bucket's step has in common. `sampling` draws the tokens; XLA does without it."""
 
     graph: nnx.GraphDef
     attention: PagedAttention
     page_spec: PageSpec
     mesh: Mesh
+    sampling: CpuSampling | None = None
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -16,7 +16,7 @@ from jpaged.scheduling.beams import advance_beams
 from jpaged.scheduling.books import FULL_ATTENTION_GROUP, Books, SchedulerConfig
 from jpaged.scheduling.preemption import CostModel, distinct_pages, drop_pages, num_tokens_to_recompute, swap_out
 from jpaged.scheduling.sequence import Sequence, SequenceGroup
-from jpaged.scheduling.wishes import note_wishes
+from jpaged.scheduling.wishes import is_wide, note_wishes
 from jpaged.step_plan import ON_DEVICE, StepPlan, StepResult
 
 __all__ = ["Progress", "Scheduler", "SchedulerConfig"]
@@ -243,7 +243,7 @@ class Scheduler:
 
         `False` if it is anything else, and then nothing has happened.
         """
-        if len(group.live) != 1 or group.beams is not None or group.num_logprobs is not None:
+        if len(group.live) != 1 or group.beams is not None or is_wide(group.num_logprobs):
             return False
         sequence = group.live[0]
         if sequence.grammar is not None:
@@ -264,6 +264,7 @@ class Scheduler:
         plan.starts.append(position)
         plan.counts.append(1)
         plan.samples.append(True)
+        plan.wants_logprobs |= group.num_logprobs is not None
         plan.token_ids.append(sequence.token_ids[position] if position < num_known else ON_DEVICE)
         sequence.num_planned_tokens = position + 1
         sequence.num_in_flight += 1

@@ -5,11 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import Array
 
 from jpaged.execution.batch import DrawBatch, DrawLayout, RowParameters, pack_parameters, unpack_parameters
 from jpaged.execution.constraints import Constraints, ConstraintsLayout, make_constraints, num_words
+from jpaged.execution.native_draw import draw_natively
 from jpaged.execution.rows import Rows, make_rows
 from jpaged.step_plan import RowConstraints, RowSampling, StepPlan
+from pallas_kernels.native.build import BuildError, InstructionSet, find_compiler
+from pallas_kernels.sampling.cpu import CpuSampling
 
 NEVER = -np.inf
 
@@ -108,6 +113,27 @@ def processed_by_numpy(
     logits = np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits = logits - np.float32(sampling.frequency_penalty) * generated.astype(np.float32)
     return logits - np.float32(sampling.presence_penalty) * (generated > 0).astype(np.float32)
+
+
+def native_sampling(instruction_set: InstructionSet | None = None) -> CpuSampling:
+    """Skips the test where there is no compiler."""
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    return CpuSampling.make(instruction_set)
+
+
+def sample_natively(native: CpuSampling, logits: Array, parameters: RowParameters, positions: Array) -> Array:
+    """What `sample` returns, drawn by `native`: the logits are taken as they are, whatever the rows wish of them."""
+    none = unpack_parameters(jnp.asarray(pack_parameters(RowSampling())))
+    wishes = ("presence_penalty", "frequency_penalty", "repetition_penalty", "flags")
+    parameters = parameters._replace(**{name: jnp.broadcast_to(getattr(none, name), len(logits)) for name in wishes})
+    places = jnp.zeros(len(logits), jnp.int32)
+    rows, constraints = make_rows(1, 1, 1, 0), make_constraints(0, logits.shape[1])
+    batch = DrawBatch(places, places, positions, places == 0, places != 0, jnp.bool(False))
+    masks = jnp.zeros((len(logits), num_words(logits.shape[1])), jnp.uint32)
+    return draw_natively(native, logits, rows, constraints, parameters, batch, masks)
 
 
 def exact_probabilities(logits: np.ndarray, sampling: RowSampling) -> np.ndarray:

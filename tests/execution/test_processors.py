@@ -1,5 +1,8 @@
 """Every processor against plain numpy, in one batch with rows that have others or none; and logprobs."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ from tests.execution.draws import (
     bits_of,
     draw_batch,
     drawing_state,
+    native_sampling,
     packed_masks,
     parameters_of,
     processed_by_numpy,
@@ -151,8 +155,28 @@ def test_rows_that_draw_nothing_ask_for_nothing():
     assert not drawn[:, 1:].any(), "logprobs that nobody asked for"
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.8}, {"temperature": 0.9, "top_k": 40, "top_p": 0.9}], ids=str
+)
+def test_the_native_form_draws_the_same(settings):
+    """Every wish of every case, native and by XLA, whose logits are the same to the last bit or two."""
+    native = native_sampling()
+    samplings = [replace(sampling, **settings, seed=seed) for seed, sampling in enumerate(SAMPLINGS)]
+    rows, constraints = drawing_state(samplings, HISTORIES, VOCABULARY, MAX_MODEL_LEN)
+    batch = draw_batch(HISTORIES, masks=MASKS, wants_logprobs=True)
+    arguments = jnp.asarray(LOGITS), rows, constraints, batch, packed_masks(MASKS, len(CASES), VOCABULARY)
+    by_xla = np.asarray(jax.jit(draw_tokens)(*arguments))
+    drawn = np.asarray(jax.jit(partial(draw_tokens, native=native))(*arguments))
+    assert dict(zip(CASES, drawn[:, 0], strict=True)) == dict(zip(CASES, by_xla[:, 0], strict=True))
+    wanted, found = unpack_logprobs(by_xla[:, 1:]), unpack_logprobs(drawn[:, 1:])
+    assert (found.ranks == wanted.ranks).all() and (found.candidate_ids == wanted.candidate_ids).all()
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-5)
+
+
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 12])
-def test_logprobs_and_ranks_against_numpy(vocabulary):
+@pytest.mark.parametrize("form", ["xla", "native"])
+def test_logprobs_and_ranks_against_numpy(form, vocabulary):
+    native = native_sampling() if form == "native" else None
     rows = 24
     generator = np.random.default_rng(1)
     logits = generator.normal(0, 3, (rows, vocabulary)).astype(np.float32)
@@ -160,7 +184,9 @@ def test_logprobs_and_ranks_against_numpy(vocabulary):
     token_ids = generator.integers(0, vocabulary, rows).astype(np.int32)
     token_ids[:2] = logits[:2].argmax(axis=1)
     temperature = np.where(np.arange(rows) % 3 == 0, 1.0, 0.4).astype(np.float32)
-    found = unpack_logprobs(np.asarray(jax.jit(describe_tokens)(logits, token_ids, temperature)))
+    found = unpack_logprobs(
+        np.asarray(jax.jit(partial(describe_tokens, native=native))(logits, token_ids, temperature))
+    )
     scaled = logits.astype(np.float64) / temperature[:, None]
     logprobs = scaled - scaled.max(axis=1, keepdims=True)
     logprobs -= np.log(np.exp(logprobs).sum(axis=1, keepdims=True))

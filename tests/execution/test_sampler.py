@@ -1,5 +1,7 @@
-"""The sampler against exact probabilities, its two ways against each other, and the noise against what it promises."""
+"""The sampler in both its forms against exact probabilities, XLA's two ways against each other, and the noise against
+what it promises."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -16,24 +18,36 @@ from tests.execution.draws import (
     draw_batch,
     drawing_state,
     exact_probabilities,
+    native_sampling,
     packed_masks,
     parameters_of,
     processed_by_numpy,
     same_parameters,
+    sample_natively,
 )
 
 VOCABULARY = 50
 DRAWS = 200_000
 ROWS = 16  # one shape for most tests: each shape is compiled once
-draw = jax.jit(sample, static_argnums=3)
+Draw = Callable[..., jax.Array]  # as `sample`
+draw_by_xla = jax.jit(sample, static_argnums=3)
 change = jax.jit(process)
+
+
+@pytest.fixture(scope="module", params=["xla", "native"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    if request.param == "xla":
+        return draw_by_xla
+    native = native_sampling()
+    drawn = jax.jit(lambda logits, parameters, positions: sample_natively(native, logits, parameters, positions))
+    return lambda logits, parameters, positions, _=0: drawn(logits, parameters, positions)
 
 
 def random_logits(rows: int, seed: int = 0, vocabulary: int = VOCABULARY) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 1.2, (rows, vocabulary)).astype(np.float32)
 
 
-def draw_many(logits: np.ndarray, draws: int, **settings) -> np.ndarray:
+def draw_many(draw: Draw, logits: np.ndarray, draws: int, **settings) -> np.ndarray:
     """How often each token is drawn over many positions of one seeded request."""
     positions = jnp.arange(draws, dtype=jnp.int32)
     rows = jnp.broadcast_to(jnp.asarray(logits), (draws, len(logits)))
@@ -66,9 +80,9 @@ def check_frequencies(counts: np.ndarray, probabilities: np.ndarray) -> None:
     ],
     ids=str,
 )
-def test_frequencies_follow_the_exact_probabilities(settings):
+def test_frequencies_follow_the_exact_probabilities(draw, settings):
     logits = random_logits(1, seed=3)[0]
-    counts = draw_many(logits, DRAWS, seed=11, **settings)
+    counts = draw_many(draw, logits, DRAWS, seed=11, **settings)
     check_frequencies(counts, exact_probabilities(logits, RowSampling(**settings)))
 
 
@@ -85,7 +99,7 @@ def test_frequencies_follow_the_exact_probabilities(settings):
     ],
     ids=["presence", "frequency", "repetition", "penalties", "bias", "allowed", "all"],
 )
-def test_frequencies_follow_penalties_and_biases(changes):
+def test_frequencies_follow_penalties_and_biases(draw, changes):
     logits = random_logits(1, seed=4)[0]
     history = [4, 4, 7, 9, 12, 3, 12, 12, 40, 4, 21, 12]
     sampling = RowSampling(temperature=0.9, seed=5, prompt_length=4, **changes)
@@ -137,12 +151,12 @@ def test_looking_at_the_best_tokens_first_changes_no_token(spread):
     logits = jnp.asarray(random_logits(len(samplings), 5, WIDE) * spread)
     for step in range(5):
         positions = jnp.arange(len(samplings)) + 1000 * step
-        fast = draw(logits, parameters_of(samplings), positions, 8)
-        whole = draw(logits, parameters_of(samplings), positions, WIDE)
+        fast = draw_by_xla(logits, parameters_of(samplings), positions, 8)
+        whole = draw_by_xla(logits, parameters_of(samplings), positions, WIDE)
         assert fast.tolist() == whole.tolist()
 
 
-def test_equal_logits_at_the_bound_stay_together():
+def test_equal_logits_at_the_bound_stay_together(draw):
     # More equal tokens than the groups that filtered rows look at could hold.
     logits = np.zeros((60, WIDE), np.float32)
     logits[:, 5] = 1
@@ -151,7 +165,7 @@ def test_equal_logits_at_the_bound_stay_together():
         assert len(set(drawn.tolist())) > 45 and max(drawn.tolist()) > WIDE // 2, settings
 
 
-def test_a_row_draws_the_same_in_any_company():
+def test_a_row_draws_the_same_in_any_company(draw):
     samplings = mixed_rows(4)
     logits = jnp.asarray(random_logits(len(samplings), 6, WIDE))
     positions = jnp.arange(len(samplings)) * 7
@@ -164,7 +178,7 @@ def test_a_row_draws_the_same_in_any_company():
         assert alone[0] == together[row], sampling
 
 
-def test_greedy_takes_the_largest_and_the_lowest_index_among_equals():
+def test_greedy_takes_the_largest_and_the_lowest_index_among_equals(draw):
     logits = np.zeros((ROWS, VOCABULARY), np.float32)
     logits[0, 7] = 1
     logits[1, [4, 9]] = 2
@@ -172,7 +186,7 @@ def test_greedy_takes_the_largest_and_the_lowest_index_among_equals():
     assert tokens.tolist() == [7, 4] + [0] * (ROWS - 2)
 
 
-def test_greedy_and_random_rows_share_a_batch():
+def test_greedy_and_random_rows_share_a_batch(draw):
     logits = random_logits(ROWS)
     rows = [RowSampling(temperature=float(row % 2), seed=5) for row in range(ROWS)]
     tokens = np.asarray(draw(jnp.asarray(logits), parameters_of(rows), jnp.arange(ROWS), 8))
@@ -182,7 +196,7 @@ def test_greedy_and_random_rows_share_a_batch():
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-40}, {"min_p": 1.0}], ids=str)
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, WIDE])
-def test_the_narrowest_filter_is_greedy(settings, vocabulary):
+def test_the_narrowest_filter_is_greedy(draw, settings, vocabulary):
     logits = random_logits(ROWS, seed=1, vocabulary=vocabulary)
     tokens = draw(jnp.asarray(logits), same_parameters(ROWS, temperature=5.0, **settings), jnp.arange(ROWS), 8)
     assert tokens.tolist() == logits.argmax(axis=1).tolist()
@@ -190,14 +204,14 @@ def test_the_narrowest_filter_is_greedy(settings, vocabulary):
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}], ids=str)
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, WIDE])
-def test_where_nothing_may_be_drawn_some_token_is(settings, vocabulary):
+def test_where_nothing_may_be_drawn_some_token_is(draw, settings, vocabulary):
     logits = jnp.full((ROWS, vocabulary), -jnp.inf).at[1, 17].set(0.0)
     tokens = draw(logits, same_parameters(ROWS, **({"temperature": 1.0} | settings)), jnp.arange(ROWS), 8)
     assert ((tokens >= 0) & (tokens < vocabulary)).all()
     assert tokens[1] == 17
 
 
-def test_filters_of_one_row_leave_the_others_alone():
+def test_filters_of_one_row_leave_the_others_alone(draw):
     logits = jnp.asarray(random_logits(ROWS, seed=2))
     plain = RowSampling(temperature=1.0, seed=9)
     mixed = parameters_of([replace(plain, top_k=1, top_p=0.01, min_p=0.9), plain] * (ROWS // 2))

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from jpaged.execution import sampler
+from jpaged.execution.noise import draw_keys, gumbel
 from jpaged.execution.processors import process
 from jpaged.step_plan import RowConstraints, RowSampling
-from tests.execution.draws import bits_of, draw_batch, drawing_state, packed_masks, parameters_of
+from tests.execution.draws import (
+    bits_of,
+    draw_batch,
+    drawing_state,
+    native_sampling,
+    packed_masks,
+    parameters_of,
+    sample_natively,
+)
 from tests.parity.seeded import seeded_tensor
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
@@ -64,6 +73,18 @@ def filtered(processed):
         return jnp.where(keys >= lowest[:, None], scaled, -jnp.inf)
 
     return np.asarray(jax.jit(keep)(logits))
+
+
+def test_the_native_form_draws_what_the_kept_logits_draw(processed, filtered):
+    """At many positions: noise takes it all over the tokens that are kept, and never to another."""
+    parameters, logits = processed
+    draw = jax.jit(lambda positions: sample_natively(native_sampling(), logits, parameters, positions))
+    token_ids = jnp.arange(VOCABULARY)[None, :]
+    for position in range(50):
+        seeds = parameters.seed_low, parameters.seed_high, parameters.sample_index
+        positions = jnp.full(len(CASES), position)
+        noisy = filtered + np.asarray(gumbel(draw_keys(*seeds, positions), token_ids))
+        assert draw(positions).tolist() == noisy.argmax(axis=1).tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,1 @@
+"""Drawing a step's tokens from their logits, and saying how likely they were."""
