@@ -55,7 +55,11 @@ def main() -> None:
                     continue
                 complaint = run(directory, instruction_set, option, counts)
                 wrong = [c.name for i, c in enumerate(cases) if not case_is_right(directory / f"attention-{i}", c)]
-                wrong += [f"{p}" for i, p in enumerate(products) if not product_is_right(directory / f"product-{i}", p[0])]
+                wrong += [
+                    str(product)
+                    for index, product in enumerate(products)
+                    if not product_is_right(directory / f"product-{index}", product[0])
+                ]
                 wrong += [f"draws {d}" for i, d in enumerate(DRAWS) if not draws_are_right(directory / f"draws-{i}")]
                 failed |= bool(complaint or wrong)
                 verdict = complaint or (f"wrong: {', '.join(wrong)}" if wrong else "clean, all results right")
@@ -140,7 +144,7 @@ def write_product(path: Path, dtype: str, shape: tuple[int, int, int], seed: int
     product.tofile(f"{path}.expected")
     if outputs % 32 == 0:
         gates, ups = (product.reshape(rows, -1, 2, 16)[:, :, part].reshape(rows, -1) for part in range(2))
-        gated = (gates / (1 + np.exp(-gates)) * ups).astype(dtype).astype(np.float32)
+        gated = (gates / (1 + np.exp(np.minimum(-gates, 80))) * ups).astype(dtype).astype(np.float32)
         down = weights.reshape(-1)[: inputs * outputs // 2].reshape(inputs, outputs // 2)
         (gated @ down.astype(np.float32).T).tofile(f"{path}.expected-fed")
 

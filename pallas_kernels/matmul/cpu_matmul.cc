@@ -204,7 +204,8 @@ void multiply(const Operands<Format>& x, const Weights& weights, float* y, Pool&
 enum class Activation : int64_t { kSilu, kGeluTanh };
 
 inline Floats activate(Activation activation, Floats x) {
-  if (activation == Activation::kSilu) return x / (1.0f + exp(-x));
+  // Beyond this exp would overflow, and the result is 0 anyway.
+  if (activation == Activation::kSilu) return x / (1.0f + exp(select(x < -80.0f, broadcast(80.0f), -x)));
   constexpr float kSqrt2OverPi = 0.7978845608028654f;
   return 0.5f * x * (1.0f + tanh(kSqrt2OverPi * (x + 0.044715f * x * x * x)));
 }

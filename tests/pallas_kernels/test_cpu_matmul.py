@@ -66,6 +66,7 @@ def test_packed_weights_come_back_as_they_were(matmul: CpuMatmul, shape: tuple[i
 def test_a_gated_block(matmul: CpuMatmul, rows: int, features: int, group: int, dtype: str, activation: str) -> None:
     width = 40
     x = random_rows(rows, rows, width)
+    x[0] *= 100  # whose activations are as good as zero or one
     gate_up = jnp.asarray(random_rows(2, 3, 2 * features, width) / width**0.5).astype(dtype)
     down = jnp.asarray(random_rows(3, 3, width, features) / features**0.5).astype(dtype)
     assert matmul.gates(group, activation)
@@ -75,7 +76,8 @@ def test_a_gated_block(matmul: CpuMatmul, rows: int, features: int, group: int, 
     parts = expected(x, gate_up, 2).reshape(rows, features // group, 2, group)
     gates, ups = (parts[:, :, i].reshape(rows, features) for i in range(2))
     wanted = expected(np.asarray(ACTIVATION_FUNCTIONS[activation](gates) * ups), down, 2)
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=(1e-5 if dtype == "float32" else 1e-2) * np.abs(wanted).max())
+    limits = (1e-5 if dtype == "float32" else 1e-2) * np.abs(wanted).max(axis=1, keepdims=True)
+    assert (np.abs(got - wanted) <= limits).all()
 
 
 def test_what_no_gated_block_can_be_made_of() -> None:
