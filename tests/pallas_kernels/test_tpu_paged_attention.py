@@ -107,10 +107,9 @@ def assert_pages_are_right(inputs: Inputs, pages: Any) -> None:
             expected_same[inputs.layer, batch.page_table[sequence, slot], max(length - slot * page_size, 0) :] = False
     for got, expected in zip(ATTENTION.unpack_pages(pages, inputs.spec), (expected_k, expected_v), strict=True):
         np.testing.assert_array_equal(bits(got[expected_same]), bits(expected[expected_same]))
-        # Slots after a sequence's end belong to nobody; the kernel leaves what was there, or zeros.
-        before = inputs.pages_k if expected is expected_k else inputs.pages_v
+        # Slots after a sequence's end belong to nobody; the kernel leaves what was there, which is poison, or zeros.
         rest = got[~expected_same]
-        assert (np.isnan(rest) | np.isinf(rest) | (rest == 0)).all() and np.isfinite(before[expected_same]).any()
+        assert (np.isnan(rest) | np.isinf(rest) | (rest == 0)).all()
 
 
 def check(case: Case) -> None:
