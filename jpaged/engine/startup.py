@@ -28,12 +28,13 @@ from jpaged.execution.kv_cache import (
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
 from jpaged.layers.linear import use_matmul
+from jpaged.models.registry import build_model
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
 from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
-from jpaged.weights.placement import weight_bytes
+from jpaged.weights.placement import abstract_model, weight_bytes
 from pallas_kernels.matmul.cpu import CpuMatmul
 from pallas_kernels.native.build import BuildError
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
@@ -86,20 +87,28 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     watch.lap("choose kernels and sizes")
     max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
     num_host_pages = _size_host_tier(config, page_spec)
-    tokenizer = _load_tokenizer(model_dir)
-    model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    network = build_model(spec, dtype)
     if matmul is not None:
-        use_matmul(model, matmul)
-    watch.lap("load weights")
+        use_matmul(network, matmul)
+    # Reading programs back and filling the pool goes on in threads while weights are loaded.
     runner = Runner(
-        model,
+        abstract_model(network, mesh),
         sizes.attention,
         mesh,
         RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
     )
     watch.lap("make the pool")
-    rates = runner.warm_up(report)
-    watch.lap("compile and run each step")
+    tokenizer = _load_tokenizer(model_dir)
+    watch.lap("load the tokenizer")
+    model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    if matmul is not None:
+        use_matmul(model, matmul)
+    runner.replace_weights(model)
+    watch.lap("load weights")
+    runner.make_ready(report)
+    watch.lap("read or compile programs")
+    rates = runner.warm_up()
+    watch.lap("run each program once")
     costs = CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token)
     scheduler = Scheduler(_scheduler_config(config, page_spec, num_host_pages), costs)
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, watch.seconds)
