@@ -2,6 +2,8 @@
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -35,14 +37,17 @@ from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
 from jpaged.weights.placement import abstract_model, weight_bytes
+from pallas_kernels.matmul import cpu as cpu_matmul
 from pallas_kernels.matmul.cpu import CpuMatmul
-from pallas_kernels.native.build import BuildError
+from pallas_kernels.native.build import BuildError, build, choose_instruction_set
+from pallas_kernels.paged_attention import cpu as cpu_attention
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
 
 logger = logging.getLogger(__name__)
 DEFAULT_PAGE_SIZE_TOKENS = 16
 TPU_PAGE_SIZE_TOKENS = 128
+NATIVE_SOURCES = (cpu_matmul.SOURCE, cpu_attention.SOURCE)
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     spec = load_spec(model_dir)
     mesh = make_mesh(config.tensor_parallel_size, spec=spec)
     watch.lap("find the model")
+    _build_native_kernels(mesh)
     matmul = _native_matmul(mesh)
     sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
     watch.lap("choose kernels and sizes")
@@ -97,7 +103,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         mesh,
         RunnerConfig(page_spec, max_model_len, config.max_num_seqs, config.max_num_batched_tokens, num_host_pages),
     )
-    watch.lap("make the pool")
+    watch.lap("begin to fill the pool and to read programs")
     tokenizer = _load_tokenizer(model_dir)
     watch.lap("load the tokenizer")
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
@@ -106,7 +112,7 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     runner.replace_weights(model)
     watch.lap("load weights")
     runner.make_ready(report)
-    watch.lap("read or compile programs")
+    watch.lap("compile, and wait for the pool")
     rates = runner.warm_up()
     watch.lap("run each program once")
     costs = CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token)
@@ -207,6 +213,18 @@ def choose_sizes(
     fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
     page_spec = _size_pages(config, spec, page_spec, attention, max_model_len, memory, fraction)
     return Sizes(max_model_len, dtype, page_spec, attention)
+
+
+def _build_native_kernels(mesh: Mesh) -> None:
+    """All at once, as each takes a compiler seconds the first time. What cannot be built is found out where it is used,
+    which says why."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    with suppress(BuildError):
+        instruction_set = choose_instruction_set()
+        with ThreadPoolExecutor(len(NATIVE_SOURCES)) as threads:
+            for source in NATIVE_SOURCES:
+                threads.submit(build, source, instruction_set)
 
 
 def _native_matmul(mesh: Mesh) -> CpuMatmul | None:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,10 +193,11 @@ class Runner:
         return counter.unexpected_programs - self._unexpected_at_ready
 
     def make_ready(self, report: ReportProgress | None = None) -> None:
-        """Read back or compile every program."""
+        """Read back or compile every program, and wait for the pages."""
         compilations_before = counter.compilations
         with counter.starting():
             self._programs.make_ready(report=report)
+        wait([self._filling])
         self.compilations += counter.compilations - compilations_before
 
     def warm_up(self) -> MeasuredRates:

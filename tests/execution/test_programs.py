@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpaged.execution import program_store
 from jpaged.execution.compilation import counter
-from jpaged.execution.programs import Program, Programs
+from jpaged.execution.programs import Programs
 from jpaged.parallel.mesh import make_mesh
 
 MESH = make_mesh(1)
@@ -40,10 +40,10 @@ def twice(x):
     return {"twice": 2 * x}
 
 
-def make(facts: str = "facts", name: str = "twice", argument=None, function=twice, **settings) -> Program:
+def make(facts: str = "facts", name: str = "twice", argument=None, function=twice, out_shardings=WHOLE, donate=()):
     """One program, ready."""
     programs = Programs(MESH, facts)
-    program = programs.add(name, function, argument or shape(4), **{"out_shardings": WHOLE} | settings)
+    program = programs.add(name, function, argument or shape(4), out_shardings=out_shardings, donate=donate)
     programs.make_ready()
     return program
 
