@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ROOMS = (".", "execution", "layers", "models", "parallel")
 SOURCE_SUFFIXES = (".py", ".cc", ".h")
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
-VARIABLES = ("XLA_", "LIBTPU_", "TF_", "JPAGED_")  # beginnings of names
+VARIABLES = ("XLA_", "LIBTPU_", "JPAGED_")  # beginnings of names
 PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part")
 DIGEST_BYTES = 32
 KEPT_BYTES = 2 << 30  # beyond them what was not used for longest goes
@@ -42,16 +42,28 @@ class ProgramStore:
     """Programs for some devices. `facts` is what its programs depend on beside their names and arguments, and what is
     found out here. All methods may be called by several threads."""
 
-    def __init__(self, devices: Sequence[jax.Device], facts: str) -> None:
-        self._devices = list(devices)
-        self._directory = _private_directory(cache_home() / "programs")
+    def __init__(self, devices: Sequence[jax.Device], facts: str, directory: Path) -> None:
+        self._devices, self._directory = devices, directory
         placed = [(device.id, device.device_kind) for device in devices]
         self._facts = "\n".join((_source_digest(), _machine(), _settings(), repr(placed), facts))
 
-    def path(self, name: str, signature: str) -> Path | None:
-        """Where a program of this name, arguments and results is kept; `None` if nothing can be kept."""
-        if self._directory is None:
+    @staticmethod
+    def open(devices: Sequence[jax.Device], facts: str) -> "ProgramStore | None":
+        """The user's store; `None` if there is no directory for it, or others may write to it."""
+        directory = cache_home() / "programs"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = directory.stat()
+        except OSError as error:
+            logger.warning("no compiled programs are kept: %s", error)
             return None
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            logger.warning("no compiled programs are kept: others may write to %s; chmod it to 700", directory)
+            return None
+        return ProgramStore(devices, facts, directory)
+
+    def path(self, name: str, signature: str) -> Path:
+        """Where a program of this name, arguments and results is kept."""
         digest = hashlib.sha256("\n".join((self._facts, name, signature)).encode()).hexdigest()
         return self._directory / f"{name}-{digest}"
 
@@ -87,8 +99,6 @@ class ProgramStore:
 
     def prune(self) -> None:
         """Delete what was not used for longest, until the rest is small enough."""
-        if self._directory is None:
-            return
         found = []
         for path in self._directory.iterdir():
             try:
@@ -107,20 +117,6 @@ def describe_arguments(arguments: Any) -> str:
     """The structure of a program's arguments, and the shape, type and place of each array."""
     leaves, tree = jax.tree.flatten(arguments)
     return "\n".join([str(tree), *(f"{leaf.dtype}{leaf.shape} {leaf.sharding}" for leaf in leaves)])
-
-
-def _private_directory(directory: Path) -> Path | None:
-    """The directory, made if need be; `None` if it cannot be, or if others may write to it."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        logger.warning("no compiled programs are kept: %s", error)
-        return None
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        logger.warning("no compiled programs are kept: others may write to %s; chmod it to 700", directory)
-        return None
-    return directory
 
 
 @functools.cache
@@ -156,4 +152,4 @@ def _settings() -> str:
         name: getattr(jax.config, name, value) for name, value in jax.config.values.items() if "cache" not in name
     }
     environment = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
-    return repr((sorted(configured.items()), sorted(environment.items())))
+    return repr((sorted(configured.items()), sorted(environment.items()), jax.sharding.get_abstract_mesh()))

@@ -47,10 +47,10 @@ class Programs:
     """
 
     def __init__(self, mesh: Mesh, facts: str | None) -> None:
-        """Without `facts` nothing is kept."""
+        """Without `facts` nothing is kept; where nothing can be kept, jax's own cache does what it can."""
         self._store: ProgramStore | None = None
         if facts is not None and jax.process_count() == 1 and jax.config.jax_enable_compilation_cache:
-            self._store = ProgramStore(list(mesh.devices.flat), facts)
+            self._store = ProgramStore.open(list(mesh.devices.flat), facts)
         self._programs: list[Program] = []
 
     def add(
@@ -111,17 +111,17 @@ class Programs:
             if report is not None:
                 report(program.name, done, len(programs))
 
-        threads = ThreadPoolExecutor(_num_threads(), "jpaged-compile")
-        try:
-            with nullcontext() if self._store is None else bypass_compilation_cache():
+        with nullcontext() if self._store is None else bypass_compilation_cache():
+            threads = ThreadPoolExecutor(_num_threads(), "jpaged-compile")
+            try:
                 for program in programs:
                     compiling.append((program, threads.submit(self._compile, program, program.lower())))
                     while compiling and compiling[0][1].done():
                         wait_for_first()
                 while compiling:
                     wait_for_first()
-        finally:
-            threads.shutdown(cancel_futures=True)
+            finally:
+                threads.shutdown(cancel_futures=True)
         if self._store is not None:
             self._store.prune()
 
