@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -114,10 +114,8 @@ class Runner:
 
     def _describe_programs(self) -> str | None:
         """All that programs depend on beside their names, arguments and results."""
-        attention, mesh = self._parts.attention, self._parts.mesh
-        return "\n".join(
-            (repr(self._parts.graph), f"{type(attention)} {vars(attention)}", f"{mesh.shape} {self._config}")
-        )
+        parts = [getattr(self._parts, field.name) for field in fields(self._parts)]
+        return "\n".join([*map(_describe, parts), repr(self._config)])
 
     def _add_programs(self) -> None:
         """Say what is to be compiled; the state is shapes for now."""
@@ -362,3 +360,9 @@ class Runner:
     def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
         """What the host sends with a call."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self._parts.mesh))
+
+
+def _describe(value: Any) -> str:
+    """The same for equal values, in every process."""
+    has_repr = type(value).__repr__ is not object.__repr__
+    return repr(value) if has_repr else f"{type(value)} {vars(value)}"
