@@ -1,9 +1,10 @@
-"""Seconds from command to READY, with an empty compilation cache and with a full one, and what they go to.
+"""Seconds from command to READY, with empty caches and with full ones, and what they go to.
 
     python scripts/bench_startup.py --model demo [--turns 3]
 
-Each start is a process of its own. Cold starts have a cache directory of their own, so that they compile everything,
-the native kernels too; the model itself is there already. Prints medians in a table and, last, one JSON line.
+Each start is a process of its own. The first has an empty cache directory, so that it compiles everything, the native
+kernels too; the model itself is there already. The phases add up to the total of a Python program; the last row is what
+`jpaged serve` takes until it says that it is ready. Prints medians in a table and, last, one JSON line.
 """
 
 import argparse
@@ -31,6 +32,9 @@ print(json.dumps({"imports": imported - begin, "compiled": stats.compilations, *
 """
 
 
+SERVE = "jpaged serve"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -41,17 +45,19 @@ def main() -> None:
 
     model = str(resolve_model(arguments.model))
     with tempfile.TemporaryDirectory() as cache:
-        cold = start(model, arguments.dtype, cache)
-        warm = [start(model, arguments.dtype, cache) for _ in range(arguments.turns)]
+        environment = os.environ | {"XDG_CACHE_HOME": cache}
+        cold = start(model, arguments.dtype, environment)
+        warm = [start(model, arguments.dtype, environment) for _ in range(arguments.turns)]
+        served = [serve(model, arguments.dtype, environment) for _ in range(arguments.turns)]
     medians = {name: statistics.median(run[name] for run in warm) for name in cold}
+    medians[SERVE] = statistics.median(served)
     print_table(cold, medians)
     rounded = [{name: round(value, 2) for name, value in run.items()} for run in (cold, medians)]
-    print(json.dumps({"machine": machine(), "cold": rounded[0], "warm": rounded[1]}))
+    print(json.dumps({"machine": machine(), "dtype": arguments.dtype, "cold": rounded[0], "warm": rounded[1]}))
 
 
-def start(model: str, dtype: str, cache: str) -> dict[str, float]:
-    """Start once; return seconds by phase, "total" from command to ready among them, and "compiled", a count."""
-    environment = os.environ | {"XDG_CACHE_HOME": cache}
+def start(model: str, dtype: str, environment: dict[str, str]) -> dict[str, float]:
+    """Start once; return seconds by phase, their "total" from command to ready, and "programs compiled", a count."""
     begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", START, model, dtype], env=environment, stdout=subprocess.PIPE, text=True
@@ -61,14 +67,35 @@ def start(model: str, dtype: str, cache: str) -> dict[str, float]:
     total = time.monotonic() - begin
     if process.wait():
         sys.exit("the engine did not start, see above")
-    return {"total": total} | json.loads(line)
+    phases = json.loads(line)
+    compiled = phases.pop("compiled")
+    return {"start Python": total - sum(phases.values())} | phases | {"total": total, "programs compiled": compiled}
+
+
+def serve(model: str, dtype: str, environment: dict[str, str]) -> float:
+    """Seconds from `jpaged serve` to its being ready."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "jpaged", "serve", model, "--dtype", dtype, "--port", "0"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    log = []
+    for line in process.stderr:
+        log.append(line)
+        if "ready after" in line:
+            break
+    total = time.monotonic() - begin
+    process.terminate()
+    if process.wait():
+        sys.exit("the server did not start: " + "".join(log))
+    return total
 
 
 def print_table(cold: dict[str, float], warm: dict[str, float]) -> None:
     table = Table("phase", "cold", "warm", title=f"Seconds from command to ready, {machine()}")
-    for name in cold:
-        unit = "programs " if name == "compiled" else ""
-        table.add_row(unit + name, f"{cold[name]:.2f}", f"{warm[name]:.2f}")
+    for name in warm:
+        digits = 0 if name == "programs compiled" else 2
+        cells = [f"{run[name]:.{digits}f}" if name in run else "" for run in (cold, warm)]
+        table.add_row(name, *cells)
     Console().print(table)
 
 

@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -30,21 +32,26 @@ from jpaged.execution.kv_cache import (
 )
 from jpaged.execution.runner import ReportProgress, Runner, RunnerConfig
 from jpaged.layers.linear import use_matmul
+from jpaged.models.registry import build_model
 from jpaged.models.spec import ModelSpec, load_spec
 from jpaged.parallel.mesh import make_mesh
 from jpaged.scheduling.preemption import CostModel
 from jpaged.scheduling.scheduler import Scheduler, SchedulerConfig
 from jpaged.weights.load import load_weights
-from jpaged.weights.placement import weight_bytes
+from jpaged.weights.placement import abstract_model, weight_bytes
+from pallas_kernels.matmul import cpu as cpu_matmul
 from pallas_kernels.matmul.cpu import CpuMatmul
-from pallas_kernels.native.build import BuildError
+from pallas_kernels.native.build import BuildError, build, choose_instruction_set
+from pallas_kernels.paged_attention import cpu as cpu_attention
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.paged_attention.dispatch import choose
+from pallas_kernels.sampling import cpu as cpu_sampling
 from pallas_kernels.sampling.cpu import CpuSampling
 
 logger = logging.getLogger(__name__)
 DEFAULT_PAGE_SIZE_TOKENS = 16
 TPU_PAGE_SIZE_TOKENS = 128
+NATIVE_SOURCES = (cpu_matmul.SOURCE, cpu_attention.SOURCE, cpu_sampling.SOURCE)
 
 
 @dataclass(frozen=True)
@@ -86,18 +93,18 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     if mesh.devices.flat[0].platform == "cpu":
         keep_large_blocks()
     watch.lap("find the model")
+    _build_native_kernels(mesh)
     matmul = _native("matmul", CpuMatmul.make, mesh)
     sizes = choose_sizes(config, spec, mesh, device_memory(mesh.devices.flat[0]), matmul)
     watch.lap("choose kernels and sizes")
     max_model_len, dtype, page_spec = sizes.max_model_len, sizes.dtype, sizes.page_spec
     num_host_pages = _size_host_tier(config, page_spec)
-    tokenizer = _load_tokenizer(model_dir)
-    model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    network = build_model(spec, dtype)
     if matmul is not None:
-        use_matmul(model, matmul)
-    watch.lap("load weights")
+        use_matmul(network, matmul)
+    # Reading programs back and filling the pool goes on in threads while weights are loaded.
     runner = Runner(
-        model,
+        abstract_model(network, mesh),
         sizes.attention,
         mesh,
         RunnerConfig(
@@ -110,9 +117,18 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
         ),
         _native("sampling", CpuSampling.make, mesh),
     )
-    watch.lap("make the pool")
-    rates = runner.warm_up(report)
-    watch.lap("compile and run each step")
+    watch.lap("begin to fill the pool and to read programs")
+    tokenizer = _load_tokenizer(model_dir)
+    watch.lap("load the tokenizer")
+    model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
+    if matmul is not None:
+        use_matmul(model, matmul)
+    runner.replace_weights(model)
+    watch.lap("load weights")
+    runner.make_ready(report)
+    watch.lap("compile, and wait for the pool")
+    rates = runner.warm_up()
+    watch.lap("run each program once")
     costs = CostModel(rates.swap_seconds_per_page, rates.compute_seconds_per_token)
     scheduler = Scheduler(_scheduler_config(config, page_spec, num_host_pages), costs)
     return EngineParts(config, spec, max_model_len, dtype, tokenizer, runner, scheduler, watch.seconds)
@@ -211,6 +227,18 @@ def choose_sizes(
     fraction = config.kv_memory_fraction or (CPU_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION)
     page_spec = _size_pages(config, spec, page_spec, attention, max_model_len, memory, fraction)
     return Sizes(max_model_len, dtype, page_spec, attention)
+
+
+def _build_native_kernels(mesh: Mesh) -> None:
+    """All at once, as each takes a compiler seconds the first time. What cannot be built is found out where it is used,
+    which says why."""
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    with suppress(BuildError):
+        instruction_set = choose_instruction_set()
+        with ThreadPoolExecutor(len(NATIVE_SOURCES)) as threads:
+            for source in NATIVE_SOURCES:
+                threads.submit(build, source, instruction_set)
 
 
 def _native[T](what: str, make: Callable[[], T], mesh: Mesh) -> T | None:

@@ -1,13 +1,12 @@
 """Compiles what a runner compiles for devices that are not there, and says what it found; nothing runs."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
@@ -15,8 +14,7 @@ from jpaged.execution.runner import Runner, RunnerConfig
 from jpaged.execution.step import replicated
 from jpaged.models.registry import build_model
 from jpaged.models.spec import ModelSpec
-from jpaged.parallel.sharding import weight_shardings
-from jpaged.weights.placement import Model
+from jpaged.weights.placement import abstract_model
 from pallas_kernels.paged_attention.api import PagedAttention
 
 
@@ -39,17 +37,18 @@ class AheadRunner(Runner):
     def __init__(
         self, spec: ModelSpec, dtype: jax.typing.DTypeLike, attention: PagedAttention, mesh: Mesh, config: RunnerConfig
     ) -> None:
-        super().__init__(_abstract_model(spec, dtype, mesh), attention, mesh, config)
+        super().__init__(abstract_model(build_model(spec, dtype), mesh), attention, mesh, config)
 
     def compile_buckets(self) -> Iterator[CompiledBucket]:
         """Compile the step of every bucket, smallest first, and with the first of each number of rows its draw."""
+        draws: dict[int, Any] = {}
         for bucket in self.buckets:
             start = time.monotonic()
-            compiled = self._compile(bucket)
-            if bucket.num_rows not in self._draws:
-                self._draws[bucket.num_rows] = self._compile_draw(bucket.num_rows)
+            compiled = self._steps[bucket].lower().compile()
+            if bucket.num_rows not in draws:
+                draws[bucket.num_rows] = self._draws[bucket.num_rows].lower().compile()
             seconds = time.monotonic() - start
-            memory, draw_memory = compiled.memory_analysis(), self._draws[bucket.num_rows].memory_analysis()
+            memory, draw_memory = compiled.memory_analysis(), draws[bucket.num_rows].memory_analysis()
             assert memory is not None and draw_memory is not None
             page_bytes = _device_bytes(self._pages)
             yield CompiledBucket(
@@ -62,23 +61,14 @@ class AheadRunner(Runner):
                 pages_are_aliased=memory.alias_size_in_bytes >= page_bytes,
             )
 
-    def _compile_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
-        make, shardings = self._describe_state()
-        state = jax.tree.map(_abstract, jax.eval_shape(make), shardings)
-        return lambda: state, shardings
+    def _describe_programs(self) -> None:
+        return None  # nothing is kept
+
+    def _begin(self) -> None:
+        pass
 
     def _place(self, array: NDArray[Any]) -> Any:
         return jax.ShapeDtypeStruct(array.shape, np.dtype(array.dtype), sharding=replicated(self._parts.mesh))
-
-
-def _abstract_model(spec: ModelSpec, dtype: jax.typing.DTypeLike, mesh: Mesh) -> Model:
-    """The network with shapes in place of weights, each with its place on the mesh."""
-    graph, weights = nnx.split(build_model(spec, dtype))
-    return nnx.merge(graph, jax.tree.map(_abstract, weights, weight_shardings(weights, mesh)))
-
-
-def _abstract(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _device_bytes(tree: Any) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpaged.execution.programs import Program, Programs
 from jpaged.execution.step import StepParts
 from jpaged.step_plan import StepPlan
 
@@ -22,27 +23,34 @@ class PageMover:
     next step's result is read, whichever is first.
     """
 
-    def __init__(self, parts: StepParts, pages: Any, page_shardings: Any, num_host_pages: int) -> None:
+    def __init__(
+        self, programs: Programs, parts: StepParts, pages: Any, page_shardings: Any, num_host_pages: int
+    ) -> None:
         self._scratch_page = parts.page_spec.scratch_page
         self._pending: list[tuple[list[int], Any]] = []
         replicated = NamedSharding(parts.mesh, PartitionSpec())
         attention = parts.attention
-        self._copy: dict[int, Any] = {}
-        self._read: dict[int, Any] = {}
-        self._write: dict[int, Any] = {}
+        self._copy: dict[int, Program] = {}
+        self._read: dict[int, Program] = {}
+        self._write: dict[int, Program] = {}
         self._host: Any = None
         for count in (SMALL_MOVE, LARGE_MOVE):
             ids = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=replicated)
-            copy = jax.jit(attention.copy_pages, donate_argnums=0, out_shardings=page_shardings)
-            self._copy[count] = copy.lower(pages, ids, ids).compile()
+            self._copy[count] = programs.add(
+                f"copy_pages_{count}", attention.copy_pages, pages, ids, ids, donate=(0,), out_shardings=page_shardings
+            )
             if not num_host_pages:
                 continue
             content = jax.eval_shape(attention.read_pages, pages, ids)
             content = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), content)
-            read = jax.jit(attention.read_pages, out_shardings=replicated)
-            self._read[count] = read.lower(pages, ids).compile()
-            write = jax.jit(attention.write_pages, donate_argnums=0, out_shardings=page_shardings)
-            self._write[count] = write.lower(pages, ids, content).compile()
+            self._read[count] = programs.add(
+                f"read_pages_{count}", attention.read_pages, pages, ids, out_shardings=replicated
+            )
+            self._write[count] = programs.add(
+                *(f"write_pages_{count}", attention.write_pages, pages, ids, content),
+                donate=(0,),
+                out_shardings=page_shardings,
+            )
             if self._host is None:
                 self._host = jax.tree.map(lambda x: np.zeros((num_host_pages, *x.shape[1:]), x.dtype), content)
 
@@ -56,6 +64,17 @@ class PageMover:
         for part in _parts(plan.page_copies):
             sources, targets = self._ids([s for s, _ in part]), self._ids([t for _, t in part])
             pages = self._copy[len(sources)](pages, sources, targets)
+        return pages
+
+    def run_each(self, pages: Any) -> Any:
+        """Run every program once, on the scratch page alone; return the pages, the old ones donated."""
+        for count, copy in self._copy.items():
+            ids = self._ids([self._scratch_page] * count)
+            pages = copy(pages, ids, ids)
+            if self._host is not None:
+                self._swap_out(pages, [(self._scratch_page, 0)] * count)
+                self.settle()
+                pages = self._swap_in(pages, [(0, self._scratch_page)] * count)
         return pages
 
     def settle(self) -> None:

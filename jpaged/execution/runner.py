@@ -1,8 +1,10 @@
 """Owns the device's state and runs plans on it."""
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -20,20 +22,20 @@ from jpaged.execution.constraints import ConstraintsLayout, make_constraints, nu
 from jpaged.execution.draw import make_draw
 from jpaged.execution.logprobs import unpack_logprobs
 from jpaged.execution.page_moves import PageMover
+from jpaged.execution.programs import Program, Programs, ReportProgress
 from jpaged.execution.rows import apply_changes, enter_histories, make_rows
 from jpaged.execution.scoring import PendingScores, Scorer
 from jpaged.execution.step import StepParts, make_step, replicated
 from jpaged.models.registry import Model
 from jpaged.parallel.mesh import TENSOR_AXIS
-from jpaged.step_plan import StepPlan, StepResult
+from jpaged.step_plan import RowConstraints, ScoredToken, StepPlan, StepResult
 from pallas_kernels.paged_attention.api import PagedAttention, PageSpec
 from pallas_kernels.sampling.cpu import CpuSampling
 
 PAGES_PER_CHANGE = 512  # page table entries in one call outside of a step
 TOKENS_PER_CHANGE = 2048  # tokens of histories in one call
 
-# Called with what was just compiled, how many shapes are done, and how many there are (0 before that is known).
-ReportProgress = Callable[[str, int, int], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,6 @@ class Runner:
         graph, self._weights = nnx.split(model)
         self._parts = StepParts(graph, attention, config.page_spec, mesh, sampling)
         self._config = config
-        self._executables: dict[Bucket, jax.stages.Compiled] = {}
-        self._draws: dict[int, jax.stages.Compiled] = {}  # by number of rows
         self._layouts = {
             bucket: BatchLayout(
                 bucket, config.page_spec.page_size_tokens, config.max_num_seqs, config.page_spec.scratch_page
@@ -116,22 +116,85 @@ class Runner:
             config.max_num_seqs, PAGES_PER_CHANGE, config.max_num_seqs, config.page_spec.scratch_page
         )
         self._unexpected_at_ready = 0
+        self._no_masks = {num_rows: self._place(self._empty_masks(num_rows)) for num_rows in self._draw_layouts}
         compilations_before = counter.compilations
         with counter.starting():
-            self._make_state, self._shardings = self._compile_state()
-            self._pages, self._rows, self._hidden, self._constraints = self._make_state()
-            self._mover = PageMover(self._parts, self._pages, self._shardings[0], config.num_host_pages)
-            self._apply_changes = self._compile_changes()
-            self._enter_histories = self._compile_histories()
-            self._enter_constraints = self._compile_constraints()
-            self._scorer = Scorer(self._parts, self._weights, self._hidden)
-            self._no_masks = {num_rows: self._place(self._empty_masks(num_rows)) for num_rows in self._draw_layouts}
+            self._programs = Programs(mesh, self._describe_programs())
+            self._add_programs()
+            self._begin()
         self.compilations = counter.compilations - compilations_before
+
+    def _describe_programs(self) -> str | None:
+        """All that programs depend on beside their names, arguments and results."""
+        parts = [getattr(self._parts, field.name) for field in fields(self._parts)]
+        return "\n".join([*map(_describe, parts), repr(self._config)])
+
+    def _add_programs(self) -> None:
+        """Say what is to be compiled; the state is shapes for now."""
+        make_state, shardings = self._describe_state()
+        self._make_state = self._programs.add("make_state", make_state, out_shardings=shardings)
+        shapes = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(make_state),
+            shardings,
+        )
+        self._pages: Any
+        self._rows: Any
+        self._hidden: Any
+        self._constraints: Any
+        self._pages, self._rows, self._hidden, self._constraints = shapes
+        self._steps = {bucket: self._add_step(bucket, shardings) for bucket in self.buckets}
+        self._draws = {num_rows: self._add_draw(num_rows, shardings) for num_rows in self._draw_layouts}
+        self._mover = PageMover(self._programs, self._parts, self._pages, shardings[0], self._config.num_host_pages)
+        changes, constraints = self._changes_layout, self._constraints_layout
+
+        def apply(rows: Any, words: Array) -> Any:
+            return apply_changes(rows, changes.unpack(words))
+
+        def add(name: str, enter: Any, state: Any, sharding: Any, *shape: int) -> Program:
+            return self._programs.add(name, enter, state, self._words(*shape), donate=(0,), out_shardings=sharding)
+
+        self._apply_changes = add("apply_changes", apply, self._rows, shardings[1], changes.stop)
+        self._enter_histories = add("enter_histories", enter_histories, self._rows, shardings[1], 3, TOKENS_PER_CHANGE)
+        self._enter_constraints = add(
+            "enter_constraints", constraints.enter, self._constraints, shardings[3], constraints.num_words
+        )
+        self._scorer = Scorer(self._programs, self._parts, self._weights, self._hidden)
+
+    def _add_step(self, bucket: Bucket, shardings: tuple[Any, ...]) -> Program:
+        layout = self._layouts[bucket]
+        return self._programs.add(
+            f"step_{bucket.num_tokens}_{bucket.num_rows}",
+            make_step(self._parts, layout),
+            *(self._weights, self._pages, self._rows, self._hidden, self._words(layout.num_words)),
+            donate=(1, 2, 3),
+            out_shardings=shardings[:3],
+        )
+
+    def _add_draw(self, num_rows: int, shardings: tuple[Any, ...]) -> Program:
+        layout = self._draw_layouts[num_rows]
+        state = self._rows, self._hidden, self._constraints
+        return self._programs.add(
+            f"draw_{num_rows}",
+            make_draw(self._parts, layout),
+            *(self._weights, *state, self._words(layout.num_words), self._no_masks[num_rows]),
+            donate=(1,),
+            out_shardings=(shardings[1], replicated(self._parts.mesh)),
+        )
+
+    def _begin(self) -> None:
+        """Read back what was kept of the programs, and fill the pages with zeros: both go on in threads."""
+        self._programs.begin_reading()
+        self._programs.make_ready([self._make_state])
+        # To fill gigabytes takes seconds where the system has yet to find the memory.
+        threads = ThreadPoolExecutor(1, "jpaged-fill")
+        self._filling = threads.submit(self.reset)
+        threads.shutdown(wait=False)
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
         """What steps run."""
-        return [*self._executables.values(), *self._draws.values()]
+        return [program.compiled for program in (*self._steps.values(), *self._draws.values())]
 
     @property
     def compilations_after_ready(self) -> int:
@@ -139,21 +202,49 @@ class Runner:
         engine's start does not count."""
         return counter.unexpected_programs - self._unexpected_at_ready
 
-    def warm_up(self, report: ReportProgress | None = None) -> MeasuredRates:
-        """Compile every bucket and run each once, empty; return measured rates. Nothing compiles after it."""
+    def make_ready(self, report: ReportProgress | None = None) -> None:
+        """Read back or compile every program, and wait for the pages."""
         compilations_before = counter.compilations
         with counter.starting():
-            for done, bucket in enumerate(self.buckets, 1):
-                if bucket.num_rows not in self._draws:
-                    self._draws[bucket.num_rows] = self._compile_draw(bucket.num_rows)
-                self._executables[bucket] = self._compile(bucket)
-                self._run(bucket, StepPlan(step=-1)).result()
-                if report is not None:
-                    report(f"{bucket.num_tokens} tokens, {bucket.num_rows} rows", done, len(self.buckets))
+            self._programs.make_ready(report=report)
+        wait([self._filling])
+        self.compilations += counter.compilations - compilations_before
+
+    def warm_up(self) -> MeasuredRates:
+        """Make every program ready and run each once, empty; return measured rates. Nothing compiles after it."""
+        self.make_ready()
+        compilations_before = counter.compilations
+        with counter.starting():
+            try:
+                self._filling.result()
+                self._run_each()
+            except jax.errors.JaxRuntimeError as error:
+                # A kept program that does not run must not keep an engine from starting.
+                if not self._programs.compile_again():
+                    raise
+                logger.warning("a kept program does not run (%s): compiled them all again", error)
+                self.reset()
+                self._run_each()
             rates = self._measure()
         self.compilations += counter.compilations - compilations_before
         self._unexpected_at_ready = counter.unexpected_programs
         return rates
+
+    def _run_each(self) -> None:
+        """Run every program, so that the first request finds all as fast as the next, and that each is known to run."""
+        nothing = StepPlan(step=-1)
+        for bucket in self.buckets:
+            self._run(bucket, nothing).result()
+        self._change_rows(nothing)
+        self._enter([])
+        self._constraints = self._enter_constraints(
+            self._constraints, self._constraints_layout.pack(0, RowConstraints())
+        )
+        self._pages = self._mover.run_each(self._pages)
+        token = [ScoredToken(0, 0, 0, 0, 0)]
+        scores = self._scorer.start(self._weights, self._hidden, token, token)
+        scores.scored()
+        scores.wide()
 
     def _measure(self) -> MeasuredRates:
         """Time the largest step without attention and head, which is most of a prompt's cost, and a swap."""
@@ -175,6 +266,7 @@ class Runner:
     def reset(self) -> None:
         """Start over with empty pages and rows; after a failed step they are in no known state."""
         self._mover.forget_pending()
+        self._pages = self._rows = self._hidden = self._constraints = None  # there is not room for two pools
         self._pages, self._rows, self._hidden, self._constraints = self._make_state()
 
     def start(self, plan: StepPlan) -> PendingStep:
@@ -193,7 +285,7 @@ class Runner:
         if not fits:
             self._change_rows(plan)
         words = layout.pack(plan, with_changes=fits)
-        self._pages, self._rows, self._hidden = self._executables[bucket](
+        self._pages, self._rows, self._hidden = self._steps[bucket](
             self._weights, self._pages, self._rows, self._hidden, words
         )
         self._rows, drawn = self._draws[bucket.num_rows](
@@ -233,10 +325,14 @@ class Runner:
             for position, token_id in enumerate(token_ids)
         ]
         for first in range(0, len(tokens), TOKENS_PER_CHANGE):
-            part = tokens[first : first + TOKENS_PER_CHANGE]
-            words = np.full((3, TOKENS_PER_CHANGE), self._config.max_model_len, np.int32)  # padding: no such position
-            words[:, : len(part)] = np.array(part, np.int32).T
-            self._rows = self._enter_histories(self._rows, words)
+            self._enter(tokens[first : first + TOKENS_PER_CHANGE])
+
+    def _enter(self, tokens: list[tuple[int, int, int]]) -> None:
+        """Enter tokens into histories, in one call: row, position and id of each."""
+        words = np.full((3, TOKENS_PER_CHANGE), self._config.max_model_len, np.int32)  # padding: no such position
+        if tokens:
+            words[:, : len(tokens)] = np.array(tokens, np.int32).T
+        self._rows = self._enter_histories(self._rows, words)
 
     def _change_rows(self, plan: StepPlan) -> None:
         """Enter row changes that no step has room for: a long prefix from the cache, a swapped-in sequence."""
@@ -248,10 +344,6 @@ class Runner:
             words = np.zeros(layout.stop, np.int32)
             layout.pack(words, part)
             self._rows = self._apply_changes(self._rows, words)
-
-    def _compile_state(self) -> tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]:
-        make, shardings = self._describe_state()
-        return jax.jit(make, out_shardings=shardings).lower().compile(), shardings
 
     def _place(self, array: NDArray[Any]) -> Array:
         """Put the same array on every device."""
@@ -277,39 +369,12 @@ class Runner:
         rest = jax.tree.map(lambda _: replicated(mesh), jax.eval_shape(make)[1:])
         return make, (page_shardings, *rest)
 
-    def _compile_changes(self) -> Any:
-        layout = self._changes_layout
-
-        def change(rows: Any, words: Array) -> Any:
-            return apply_changes(rows, layout.unpack(words))
-
-        return self._compile_entry(change, self._rows, self._shardings[1], (layout.stop,))
-
-    def _compile_histories(self) -> Any:
-        return self._compile_entry(enter_histories, self._rows, self._shardings[1], (3, TOKENS_PER_CHANGE))
-
-    def _compile_constraints(self) -> Any:
-        layout = self._constraints_layout
-        return self._compile_entry(layout.enter, self._constraints, self._shardings[3], (layout.num_words,))
-
-    def _compile_entry(self, enter: Any, state: Any, shardings: Any, shape: tuple[int, ...]) -> Any:
-        """Compile enter(state, int32 words [*shape]) -> state, with the state donated."""
-        return jax.jit(enter, donate_argnums=0, out_shardings=shardings).lower(state, self._words(*shape)).compile()
-
-    def _compile(self, bucket: Bucket) -> jax.stages.Compiled:
-        step = jax.jit(
-            make_step(self._parts, self._layouts[bucket]), donate_argnums=(1, 2, 3), out_shardings=self._shardings[:3]
-        )
-        state = self._pages, self._rows, self._hidden
-        return step.lower(self._weights, *state, self._words(self._layouts[bucket].num_words)).compile()
-
-    def _compile_draw(self, num_rows: int) -> jax.stages.Compiled:
-        layout, shardings = self._draw_layouts[num_rows], (self._shardings[1], replicated(self._parts.mesh))
-        draw = jax.jit(make_draw(self._parts, layout), donate_argnums=1, out_shardings=shardings)
-        state = self._rows, self._hidden, self._constraints
-        words, masks = self._words(layout.num_words), self._no_masks[num_rows]
-        return draw.lower(self._weights, *state, words, masks).compile()
-
     def _words(self, *shape: int) -> jax.ShapeDtypeStruct:
         """What the host sends with a call."""
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self._parts.mesh))
+
+
+def _describe(value: Any) -> str:
+    """The same for equal values, in every process."""
+    has_repr = type(value).__repr__ is not object.__repr__
+    return repr(value) if has_repr else f"{type(value)} {vars(value)}"

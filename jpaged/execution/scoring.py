@@ -13,6 +13,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jpaged.execution.logprobs import describe_tokens, unpack_logprobs
+from jpaged.execution.programs import Programs
 from jpaged.execution.step import StepParts, head_logits, replicated
 from jpaged.step_plan import Logprobs, ScoredToken
 
@@ -44,7 +45,7 @@ class PendingScores:
 class Scorer:
     """The two compiled functions."""
 
-    def __init__(self, parts: StepParts, weights: Any, hidden: Array) -> None:
+    def __init__(self, programs: Programs, parts: StepParts, weights: Any, hidden: Any) -> None:
         sharding = replicated(parts.mesh)
 
         def logits_at(weights: Any, hidden: Array, indices: Array) -> Array:
@@ -58,9 +59,9 @@ class Scorer:
             return jax.nn.log_softmax(logits_at(weights, hidden, indices), axis=1)
 
         words = jax.ShapeDtypeStruct((2, SCORED_TOKENS), jnp.int32, sharding=sharding)
-        self._score = jax.jit(score, out_shardings=sharding).lower(weights, hidden, words).compile()
+        self._score = programs.add("score", score, weights, hidden, words, out_shardings=sharding)
         indices = jax.ShapeDtypeStruct((WIDE_TOKENS,), jnp.int32, sharding=sharding)
-        self._score_wide = jax.jit(score_wide, out_shardings=sharding).lower(weights, hidden, indices).compile()
+        self._score_wide = programs.add("score_wide", score_wide, weights, hidden, indices, out_shardings=sharding)
 
     def start(self, weights: Any, hidden: Array, scored: list[ScoredToken], wide: list[ScoredToken]) -> PendingScores:
         """Dispatch what a plan wants of its step's hidden states, before the next step replaces them."""

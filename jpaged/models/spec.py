@@ -1,7 +1,7 @@
 """What a model is, as a plain value: read from a checkpoint directory's config.json, or refused with the reason.
 
-Nothing here imports jax. transformers (its configuration classes, which know every historic spelling of a setting)
-is imported only when a directory is read, because importing it is slow.
+Nothing here imports jax. transformers (its configuration classes, which know every default and every historic spelling
+of a setting) is imported only for a configuration that needs them, because importing it is slow.
 """
 
 import json
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jpaged.errors import ModelError
@@ -104,6 +105,17 @@ _HARMLESS_KEYS = frozenset(
 )
 _LLAMA_KEYS = frozenset({"attention_bias", "mlp_bias"})
 _MISTRAL_KEYS = frozenset({"sliding_window"})
+# Llama's and Mistral's settings, with the types that a complete configuration gives them.
+_COMPLETE_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), (int,)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"), (int,)),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), (bool,)),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), (int, type(None))),
+    "rms_norm_eps": (float,),
+    "rope_theta": (int, float),
+    "hidden_act": (str,),
+    "torch_dtype": (str,),
+}
 _OPT_KEYS = frozenset(
     """
     _remove_final_layer_norm activation_function do_layer_norm_before enable_bias ffn_dim
@@ -169,8 +181,29 @@ def _is_not_about_pytorch(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
 
 
+def _complete_config(config_class: str, raw: dict[str, Any]) -> SimpleNamespace | None:
+    """The configuration as it stands, if it leaves nothing to fill in and spells nothing in an old way, as those that
+    jpaged writes: to import transformers takes a second."""
+    types = dict(_COMPLETE_TYPES)
+    if config_class == "MistralConfig":
+        types |= {"sliding_window": (int, type(None))}
+        del types["attention_bias"], types["mlp_bias"]
+    elif config_class != "LlamaConfig":
+        return None
+    if any(key not in raw or type(raw[key]) not in expected for key, expected in types.items()):
+        return None
+    if raw.get("rope_scaling") or raw.get("rope_parameters") or "dtype" in raw:
+        return None
+    if raw["num_attention_heads"] < 1 or raw["hidden_size"] % raw["num_attention_heads"]:
+        return None  # transformers has words for it
+    rope = {"rope_type": "default", "rope_theta": float(raw["rope_theta"])}
+    return SimpleNamespace(**raw | {"rope_parameters": rope, "dtype": raw["torch_dtype"]})
+
+
 def _parse(config_class: str, raw: dict[str, Any]) -> Any:
     """Lets transformers' own class fill defaults and normalise old spellings."""
+    if (complete := _complete_config(config_class, raw)) is not None:
+        return complete
     # jpaged uses transformers' configuration classes only, so users need not hear that its models cannot run.
     logging.getLogger("transformers").addFilter(_is_not_about_pytorch)
     import transformers

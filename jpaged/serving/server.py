@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,8 @@ class Server:
         """Return the engine, or `None` if the server was told to stop meanwhile."""
 
         def report(what: str, done: int, total: int) -> None:
+            if self._stop.is_set():
+                raise _StoppedWhileStarting
             if total:
                 logger.info("compiled %s (%d of %d)", what, done, total)
             else:
@@ -148,9 +150,10 @@ class Server:
         )
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
+        if self._stop.is_set():
             logger.info("told to stop while starting")
-            (await starting).close()
+            with suppress(_StoppedWhileStarting):
+                (await starting).close()
             return None
         stopping.cancel()
         return starting.result()
@@ -182,6 +185,10 @@ class Server:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE_NAME):
             await self._health.set(name, status)
+
+
+class _StoppedWhileStarting(Exception):
+    """Ends a start between two of its programs."""
 
 
 class _RefuseMalformed(grpc.aio.ServerInterceptor):

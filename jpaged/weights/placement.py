@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpaged.models.registry import Model, build_model
 from jpaged.models.spec import ModelSpec
-from jpaged.parallel.sharding import parameter_paths, parameter_sharding
+from jpaged.parallel.sharding import parameter_paths, parameter_sharding, weight_shardings
 
 
 def fill_model(
@@ -32,6 +32,14 @@ def fill_model(
         assert host.shape == abstract.shape and host.dtype == abstract.dtype, (path, host.shape, host.dtype)
         set_parameter(model, path, jax.device_put(host, parameter_sharding(path, host.shape, mesh)))
     return model
+
+
+def abstract_model(model: Model, mesh: Mesh) -> Model:
+    """A model of the same shapes, which has shapes in place of weights, each with its place on the mesh."""
+    graph, weights = nnx.split(model)
+    shardings = weight_shardings(weights, mesh)
+    abstract = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), weights, shardings)
+    return nnx.merge(graph, abstract)
 
 
 def set_parameter(model: nnx.Module, path: str, value: jax.Array) -> None:

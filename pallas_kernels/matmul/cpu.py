@@ -45,7 +45,7 @@ class CpuMatmul:
         """Whether weights of this dtype can be packed."""
         return jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16)
 
-    def pack(self, weights: jax.Array, num_layers: int = 1) -> jax.Array:
+    def pack[W: (jax.Array, jax.ShapeDtypeStruct)](self, weights: W, num_layers: int = 1) -> W:
         """Weights [L, ..., K], whose middle axes are N outputs -> packed. Of a shape, the packed one's shape."""
         num_inputs = weights.shape[-1]
         num_outputs = prod(weights.shape) // num_layers // num_inputs

@@ -1,8 +1,10 @@
 """The engine on tiny models, in float32: the same tokens whatever the company, and books that balance."""
 
 import dataclasses
+import json
 import random
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -126,8 +128,6 @@ def test_what_ends_a_sequence_is_reported(llm):
 
 
 def test_an_end_of_sequence_token_stops_unless_ignored(tiny_dirs, make_llm):
-    import json
-
     prompt = random_prompts(1, seed=9)[0]
     generated = tokens(make_llm().generate(prompt, greedy(20)))[0]
     place = next(place for place in range(3, 20) if generated[place] not in generated[:place])
@@ -214,9 +214,28 @@ def test_a_second_start_compiles_nothing(make_llm):
     config = make_llm().engine.parts.config
     again = LLM(config.model, **config.options())
     assert again.stats().compilations == 0
+    assert all(program.was_read for program in again.engine.parts.runner._programs._programs)  # nor traces
     assert tokens(again.generate(random_prompts(2), greedy())) == tokens(
         make_llm().generate(random_prompts(2), greedy())
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_hidden_layers": 3}, r"missing: model\.layers\.2"), ({"intermediate_size": 64}, "of another shape")],
+    ids=str,
+)
+def test_a_start_that_fails_says_why_and_leaves_no_threads(tiny_dirs, tmp_path, change, message):
+    source = tiny_dirs["llama"]
+    shutil.copy(source / "model.safetensors", tmp_path)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        LLM(str(tmp_path), **TINY_OPTIONS)
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("jpaged-")]
+    for thread in left:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in left)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jpaged.execution.compilation import counter
+from jpaged.execution.programs import Program
 from jpaged.execution.runner import TOKENS_PER_CHANGE, Runner, RunnerConfig
 from jpaged.models.spec import spec_from_config
 from jpaged.parallel.mesh import make_mesh
@@ -281,3 +283,29 @@ def test_replaced_weights_draw_and_score(runner, model):
     assert result.wide[0, tokens[5]] == pytest.approx(result.scored.logprobs[0], abs=1e-5)
     again = run(runner, plan).scored
     assert again is not None and abs(result.scored.logprobs[0] - again.logprobs[0]) > 0.01
+
+
+@pytest.mark.parametrize("runner", [1], indirect=True)
+def test_a_kept_program_that_does_not_run_is_compiled_again(runner, model, monkeypatch):
+    config, attention, mesh = runner._config, runner._parts.attention, runner._parts.mesh
+    again = Runner(random_weights(SPEC, jnp.float32, 0, mesh), attention, mesh, config)
+    again.make_ready()
+    assert again.compilations == 0
+    call = Program.__call__
+
+    def fail(program: Program, *arguments: Any) -> Any:
+        if program.was_read:
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: Function wrapped_broadcast not found")
+        return call(program, *arguments)
+
+    monkeypatch.setattr(Program, "__call__", fail)
+    jax.clear_caches()  # else what this process has compiled need not be compiled again
+    again.warm_up()
+    assert again.compilations == len(again._programs._programs)
+    tokens = prompt(6, 15)
+    [drawn] = run(again, prefill({0: tokens}, {})).token_ids
+    assert again.compilations_after_ready == 0
+    assert drawn == logits_behind(model, tokens).argmax()
+    last = Runner(random_weights(SPEC, jnp.float32, 0, mesh), attention, mesh, config)
+    last.make_ready()
+    assert last.compilations == 0

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+import jpaged.models.spec
 from jpaged.errors import ModelError
-from jpaged.models.spec import KNOWN_ARCHITECTURES, RopeSpec, load_spec, spec_from_config
+from jpaged.models.spec import KNOWN_ARCHITECTURES, RopeSpec, _complete_config, load_spec, spec_from_config
 from tests.fakes.tiny_models import TINY_LLAMA, TINY_MISTRAL, TINY_OPT
 
 
@@ -108,6 +109,64 @@ def test_what_is_not_implemented_is_refused(config, says):
 def test_harmless_keys_are_no_reason_to_refuse():
     extra = {"_name_or_path": "x", "transformers.js_config": {"a": 1}, "rope_interleaved": False, "pretraining_tp": 1}
     assert spec_from_config(TINY_LLAMA | extra) == spec_from_config(TINY_LLAMA)
+
+
+COMPLETE = {key: value for key, value in TINY_LLAMA.items() if key != "dtype"} | {
+    "attention_bias": True,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 256,
+    "mlp_bias": True,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+WINDOWED = {key: value for key, value in COMPLETE.items() if key not in ("attention_bias", "mlp_bias")} | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 9,
+}
+
+
+@pytest.mark.parametrize("config", [COMPLETE, WINDOWED, WINDOWED | {"sliding_window": None}], ids=str)
+def test_a_complete_configuration_means_what_it_means_to_transformers(config, monkeypatch):
+    assert _complete_config(f"{config['model_type'].capitalize()}Config", config) is not None
+    spec = spec_from_config(config)
+    monkeypatch.setattr(jpaged.models.spec, "_complete_config", lambda *_: None)
+    assert spec_from_config(config) == spec
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"dtype": "float32"},
+        {"hidden_size": "wide"},
+        {"vocab_size": True},
+        {"num_attention_heads": 7},
+        {"num_attention_heads": 0},
+        {"eos_token_id": [2, 3]},
+        {"rms_norm_eps": 1},
+    ],
+    ids=str,
+)
+def test_anything_unusual_is_left_to_transformers(change):
+    assert _complete_config("LlamaConfig", COMPLETE | change) is None
+    assert _complete_config("OPTConfig", COMPLETE) is None
+    for key in change.keys() & COMPLETE.keys() - {"rope_scaling"}:
+        assert _complete_config("LlamaConfig", {name: COMPLETE[name] for name in COMPLETE if name != key}) is None
+
+
+def test_a_complete_configuration_needs_no_transformers():
+    code = f"from jpaged.models.spec import spec_from_config; import sys; spec_from_config({COMPLETE})"
+    out = subprocess.run([sys.executable, "-c", f"{code}; print('transformers' in sys.modules)"],
+                         capture_output=True, text=True, check=True)  # fmt: skip
+    assert out.stdout.strip() == "False"
 
 
 def test_unreadable_directories(tmp_path):

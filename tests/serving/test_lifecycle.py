@@ -162,6 +162,17 @@ def test_sigterm_while_starting(model_dir):
         assert "Traceback" not in server.log
 
 
+def test_sigterm_while_compiling(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "none")  # nor need native kernels be built
+    with ServerProcess(model_dir, *SMALL) as server:
+        server.wait_for_log("compiled .* \\(1 of")
+        server.terminate()
+        assert server.wait() == 0
+        server.wait_for_log("told to stop while starting")
+        assert "ready after" not in server.log and "Traceback" not in server.log
+
+
 def test_starts_that_fail_say_why_and_exit_with_2(model_dir, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
