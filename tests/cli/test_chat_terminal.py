@@ -56,7 +56,7 @@ class Terminal:
         os.write(self._keyboard, keys.encode())
 
     def interrupt_prompt(self) -> None:
-        """Ctrl-C once the prompt waits for keys: one that comes just before readline notices with the next key alone."""
+        """Ctrl-C once the prompt waits for keys: what comes just before, readline only notices with the next key."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         status = Path(f"/proc/{self.process.pid}/stat")
         while status.read_text().rpartition(")")[2].split()[0] != "S":
