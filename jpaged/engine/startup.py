@@ -122,7 +122,8 @@ def start_up(config: EngineConfig, report: ReportProgress | None = None) -> Engi
     watch.lap("load the tokenizer")
     model = load_weights(model_dir, spec, jnp.dtype(dtype), mesh)
     if matmul is not None:
-        use_matmul(model, matmul)
+        with counter.starting():
+            use_matmul(model, matmul)
     runner.replace_weights(model)
     watch.lap("load weights")
     runner.make_ready(report)

@@ -4,6 +4,8 @@ Letters in shapes: T rows, K inputs, N outputs, L layers; of packed weights B = 
 W words of P numbers for each output: P is 2 for bfloat16, 1 for float32.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,8 +57,7 @@ class CpuMatmul:
         shape = (num_layers, num_blocks, num_words, _BLOCK_OUTPUTS, 2 if is_pair else 1)
         if isinstance(weights, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, weights.dtype)
-        call = jax.ffi.ffi_call(f"jpaged_pack_weights_{self.name}", jax.ShapeDtypeStruct(shape, weights.dtype))
-        return jax.jit(lambda weights: call(weights.reshape(num_layers, num_outputs, num_inputs)))(weights)
+        return _packer(self.name, (num_layers, num_outputs, num_inputs), shape, weights.dtype)(weights)
 
     def __call__(self, x: jax.Array, packed: jax.Array, layer: jax.Array | int, num_outputs: int) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
@@ -81,6 +82,13 @@ class CpuMatmul:
             group=np.int64(group // _BLOCK_OUTPUTS),
             activation=np.int64(_ACTIVATIONS[activation]),
         )
+
+
+@functools.cache
+def _packer(name: str, shape: tuple[int, ...], packed_shape: tuple[int, ...], dtype: np.dtype) -> Callable:
+    """Compiled once in a process, so that other weights of the same shapes compile nothing."""
+    call = jax.ffi.ffi_call(f"jpaged_pack_weights_{name}", jax.ShapeDtypeStruct(packed_shape, dtype))
+    return jax.jit(lambda weights: call(weights.reshape(shape)))
 
 
 def unpack_outputs(packed: jax.Array, outputs: jax.Array, num_inputs: int) -> jax.Array:

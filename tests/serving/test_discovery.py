@@ -65,7 +65,8 @@ def test_the_model_is_described(client):
 
 def test_the_server_counts_what_it_does(client):
     before = client.server_info()
-    assert (before.page_size_tokens, before.pages_total, before.buckets) == (4, 600, 2)
+    assert (before.page_size_tokens, before.pages_total) == (4, 600)
+    assert before.buckets in (2, 3)  # one more where products are native: a row alone
     assert (before.max_num_seqs, before.max_num_batched_tokens) == (8, 16)
     assert before.state == pb.SERVER_STATE_READY and before.ready_seconds > 0
     stream = client.stream(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
