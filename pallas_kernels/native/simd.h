@@ -136,14 +136,6 @@ inline Halves narrow(Floats v) {
 
 inline Floats widen(Halves v) { return bits<Floats>(__builtin_convertvector(v, Words) << 16); }
 
-// 32 floats as bfloat16 pairs.
-inline Words narrow_pairs(const float* source) {
-  struct {
-    Halves low, high;
-  } pair{narrow(load<Floats>(source)), narrow(load<Floats>(source + kLanes))};
-  return bits<Words>(pair);
-}
-
 // A format says how numbers lie in packed vectors. A packed vector has 16 words; each word holds kPack numbers that are
 // multiplied with kPack operands and summed. Operands are kept as kOperands values a word.
 
@@ -155,10 +147,6 @@ struct Float32 {
   };
   static Vector read(const uint32_t* words) { return {load<Floats>(words)}; }
   static Floats multiply_add(Floats sum, const Vector& x, const Operand* operand) { return sum + x.v * operand[0]; }
-  // With operands of their own for every lane.
-  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
-    return sum + x.v * load<Floats>(operands);
-  }
 };
 
 // bfloat16 in pairs, multiplied in float32.
@@ -176,10 +164,6 @@ struct Bfloat16 {
     sum = sum + x.even * operand[0];
     return sum + x.odd * operand[1];
   }
-  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
-    sum = sum + x.even * load<Floats>(operands);
-    return sum + x.odd * load<Floats>(operands + kLanes);
-  }
 };
 
 #if defined(JPAGED_BF16_DOT)
@@ -193,9 +177,6 @@ struct Bfloat16Dot {
   static Vector read(const uint32_t* words) { return {load<__m512bh>(words)}; }
   static Floats multiply_add(Floats sum, const Vector& x, const Operand* operand) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, x.v, (__m512bh)_mm512_set1_epi32((int)*operand));
-  }
-  static Floats multiply_add_lanes(Floats sum, const Vector& x, const uint32_t* operands) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, x.v, load<__m512bh>(operands));
   }
 };
 #endif

@@ -17,6 +17,7 @@ from jpaged.serving import openai_batch
 from tests.cli.conftest import ENGINE_OPTIONS
 from tests.cli.tiny_chat_model import write_tiny_chat_model
 from tests.engine.gguf_files import TinyGguf
+from tests.fakes.tiny_models import tiny_buckets
 
 SHORT = ("--max-tokens", 6, "--ignore-eos")
 
@@ -50,7 +51,7 @@ def test_generate_streams_one_answer_and_says_what_happened(run_model, expected)
     assert result.exit_code == 0
     assert result.stdout == expected("hello")[0] + "\n"
     for note in (
-        "...\nReady in ", ": float32, 100 pages, ", "4 prompt tokens, 6 generated (length)",
+        "...\nReady in ", f": float32, 100 pages, {tiny_buckets()} shapes", "4 prompt tokens, 6 generated (length)",
         "time to first token ", " tokens/s", "100 of 100 free now", "compilations after ready: 0",
     ):  # fmt: skip
         assert note in result.stderr
