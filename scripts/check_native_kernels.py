@@ -26,7 +26,8 @@ from pallas_kernels.sampling import cpu as sampling
 
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-PRODUCTS = [(1, 64, 64), (3, 50, 40), (8, 33, 96), (9, 49, 66), (16, 64, 576), (70, 100, 64), (130, 960, 128)]
+PRODUCTS = [(1, 64, 64), (3, 50, 40), (8, 33, 96), (9, 49, 66), (16, 64, 576), (70, 100, 64), (100, 64, 40)]
+PRODUCTS += [(130, 960, 128)]
 DRAWS = [(1, 1), (3, 100), (64, 1000), (64, 5003)]  # rows, vocabulary
 NUM_BEST = 20
 WORD = {"float32": 0, "bfloat16": 1}  # the dtypes, as the program names them

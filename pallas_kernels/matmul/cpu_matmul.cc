@@ -51,7 +51,8 @@ class Operands {
 
   Operands(Scratch<Operand>& scratch, int64_t rows, int64_t words)
       : rows_(rows),
-        stride_(words * Format::kOperands),
+        // Rows are written 16 numbers at a time, by several threads: none may reach into the next one.
+        stride_((words + kLanes - 1) / kLanes * kLanes * Format::kOperands),
         data_(scratch.at_least((rows + kLanes) / kLanes * kLanes * stride_)) {}
 
   int64_t rows() const { return rows_; }
