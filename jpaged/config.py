@@ -33,6 +33,8 @@ class EngineConfig:
         overlap: plan the next step while the device runs this one.
         seed: seeds the noise of requests that bring no seed of their own; `None` takes fresh entropy.
         tensor_parallel_size: devices that share each layer.
+        profile_directory: write a profile of the first steps there: a trace for jax's tools, and a table.
+        profile_steps: most steps of that profile; it ends before if nothing is left to do.
     """
 
     model: str
@@ -51,13 +53,15 @@ class EngineConfig:
     overlap: bool = True
     seed: int | None = None
     tensor_parallel_size: int = 1
+    profile_directory: str | None = None
+    profile_steps: int = 200
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value out of range, naming the field, the value and the range."""
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("policy", self.policy, POLICIES)
         _one_of("preemption", self.preemption, PREEMPTIONS)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "profile_steps"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "page_size", "num_pages"):
             if getattr(self, name) is not None:

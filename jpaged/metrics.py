@@ -24,6 +24,8 @@ class EngineStats:
         compilations: programs compiled before the engine was ready; those read back from the cache do not count.
         compilations_after_ready: programs compiled, or read back from the cache, after that; 0 unless there is a bug.
         kv_utilisation: token slots in use over token slots allocated, averaged over steps; 0 before the first.
+        step_seconds, step_host_seconds, step_gap_seconds: turns of the loop since the start, of them what the host
+            worked, and at most how long the device waited for it.
         ready_seconds: from the start of the engine until it was ready.
     """
 
@@ -47,7 +49,36 @@ class EngineStats:
     compilations: int
     compilations_after_ready: int
     kv_utilisation: float
+    step_seconds: float
+    step_host_seconds: float
+    step_gap_seconds: float
     ready_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where one turn of the engine's loop went, in seconds.
+
+    Attributes:
+        plan, dispatch, commit: the host's work; commit makes text, too.
+        wait: for the device.
+        gap: at most how long the device had nothing to do before the step that this turn dispatched, while there was
+            work; 0 if the step before it was still running.
+    """
+
+    plan: float
+    dispatch: float
+    wait: float
+    commit: float
+    gap: float
+
+    @property
+    def host(self) -> float:
+        return self.plan + self.dispatch + self.commit
+
+    @property
+    def total(self) -> float:
+        return self.host + self.wait
 
 
 class Observer:
@@ -56,9 +87,8 @@ class Observer:
     Subclasses must be quick: the engine waits for them.
     """
 
-    def step_done(self, step_seconds: float, host_seconds: float, num_tokens: int) -> None:
-        """A step of `num_tokens` tokens is booked. `step_seconds` is one turn of the loop, `host_seconds` the part in
-        which the loop did not wait for the device."""
+    def step_done(self, times: StepTimes, num_tokens: int) -> None:
+        """A step of `num_tokens` tokens is booked, in a turn of the loop that took `times`."""
 
     def token_followed(self, seconds: float) -> None:
         """A sequence got a token this long after the one before."""

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "latency": "One row alone: time to the first token, prefill and decode rates.",
     "serving": "Requests that arrive at random over gRPC: throughput and latencies.",
     "scheduler": "Host time to plan and to commit a step, without a device.",
+    "step": "Where a step goes: plan, dispatch, wait, commit, and the gap in which the device waits.",
     "sampler": "What drawing tokens costs, alone and as a share of a step.",
     "startup": "Seconds from command to ready, cold and warm, and what they go to.",
     "prefix": "What a shared prefix, samples and beams save.",

@@ -1,5 +1,6 @@
 """What the commands print while an engine starts and after it has answered."""
 
+import logging
 import math
 import sys
 import time
@@ -25,9 +26,18 @@ def progress_bar():
         yield progress
 
 
+class _ToNotes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        notes.print(record.getMessage())
+
+
 def start_llm(config: EngineConfig):
-    """Start an engine with a progress bar over the shapes it compiles."""
+    """Start an engine with a progress bar over the shapes it compiles; a profile that it takes is printed, too."""
     notes.print(f"Loading {config.model} ...")
+    if config.profile_directory is not None:
+        profiles = logging.getLogger("jpaged.engine.profiling")
+        profiles.setLevel(logging.INFO)
+        profiles.addHandler(_ToNotes())
     from jpaged.engine.llm import LLM
 
     with progress_bar() as progress:

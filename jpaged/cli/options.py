@@ -45,6 +45,10 @@ _ENGINE_OPTIONS = {
     "overlap": Option(bool, True, "Plan the next step while the device runs this one.", "--overlap/--no-overlap"),
     "engine_seed": Option(int | None, None, "Seeds the requests that bring no seed. Default: fresh."),
     "tensor_parallel_size": Option(int, 1, "Devices that share each layer."),
+    "profile_directory": Option(
+        str | None, None, "Write a trace of the first steps, and a table of where they went.", "--profile", "DIR"
+    ),
+    "profile_steps": Option(int, 200, "Most steps of the profile; it ends when nothing is left to do."),
 }
 
 

@@ -74,6 +74,8 @@ def compile_ahead(config: EngineConfig, topology: str) -> AheadCompilation:
 
 def compile_spec_ahead(config: EngineConfig, spec: ModelSpec, topology: str) -> AheadCompilation:
     """As `compile_ahead`, for a network that is described already."""
+    if config.profile_directory is not None:
+        raise ConfigError("there is nothing to profile where nothing runs; leave profile_directory out")
     devices = find_topology(topology)
     mesh = make_mesh(config.tensor_parallel_size, devices, spec)
     kind = devices[0].device_kind

@@ -210,6 +210,7 @@ class AsyncLLM:
                 if command is not None:
                     command()
             self._fail_all(EngineClosedError("the engine is closing; use another one"))
+            self._engine.end_profile()
 
     def _turn(self) -> bool:
         """Carry out what callers asked for, then one step. `False` ends the loop."""

@@ -5,9 +5,10 @@ import time
 
 from jpaged.config import EngineConfig
 from jpaged.engine.preparation import Preparation
-from jpaged.engine.profiling import Profiler, host_part
+from jpaged.engine.profiling import Profiler, StepsProfiler
 from jpaged.engine.publishing import Request, publish_prompt_logprobs
 from jpaged.engine.startup import EngineParts, reload_weights, start_up
+from jpaged.engine.step_clock import StepClock
 from jpaged.engine.tokenizer import Tokenizer
 from jpaged.errors import InvalidRequestError
 from jpaged.execution.runner import PendingStep, ReportProgress
@@ -35,7 +36,11 @@ class Engine:
         self._requests: dict[int, Request] = {}  # by group id
         self._group_ids: dict[str, int] = {}  # by request id
         self._next_group_id = 0
-        self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._in_flight: PendingStep | None = None
+        self._clock = StepClock()
+        self._profiler: StepsProfiler | None = None
+        if config.profile_directory is not None:
+            self._profiler = StepsProfiler(self.make_profiler(config.profile_directory), config.profile_steps)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._utilisation_sum = 0.0
@@ -57,6 +62,8 @@ class Engine:
         """Queue a request. Raises InvalidRequestError for an id in use."""
         if request_id in self._group_ids:
             raise InvalidRequestError(f"request_id {request_id!r} is in use; give every request its own")
+        if not self.has_work:
+            self._clock.idle()
         group = self._preparation.make_group(self._next_group_id, request, lambda: self._seeds.getrandbits(64))
         self._scheduler.add(group)
         self._next_group_id += 1
@@ -91,39 +98,47 @@ class Engine:
         If it fails or is interrupted, the books and the device no longer agree: the engine is reset, and all requests
         are gone, before the error goes on.
         """
+        if self._profiler is not None:
+            self._profiler.begin_step()
         try:
-            return self._step()
+            deltas = self._step()
         except BaseException:
             self.reset()
             raise
+        if self._profiler is not None:
+            self._profiler.end_step(self.has_work)
+        return deltas
 
     def _step(self) -> list[OutputDelta]:
-        start = time.monotonic()
-        with host_part("plan"):
+        clock, before, dispatched = self._clock, self._in_flight, None
+        clock.begin_turn(before)
+        with clock.part("plan"):
             plan = self._scheduler.plan()
-        dispatched: tuple[StepPlan, PendingStep] | None = None
         if plan is not None:
-            with host_part("dispatch"):
-                dispatched = plan, self._runner.start(plan)
+            clock.look(before)
+            with clock.part("dispatch"):
+                dispatched = self._runner.start(plan)
+            clock.dispatched(before)
             self._note_plan(plan)
-        if self.parts.config.overlap:
-            dispatched, self._in_flight = self._in_flight, dispatched
-        if dispatched is None:
+        done, self._in_flight = (before, dispatched) if self.parts.config.overlap else (dispatched, None)
+        if done is None:
             return []
-        done_plan, pending = dispatched
-        waits_from = time.monotonic()
-        with host_part("wait"):
-            result = pending.result()
-        waited_seconds = time.monotonic() - waits_from
-        with host_part("commit"):
-            deltas = self._publish(done_plan, result)
-        step_seconds = time.monotonic() - start
-        self.observer.step_done(step_seconds, step_seconds - waited_seconds, done_plan.num_tokens)
+        with clock.part("wait"):
+            result = done.result()
+        clock.waited()
+        with clock.part("commit"):
+            deltas = self._publish(done.plan, result)
+        self.observer.step_done(clock.end_turn(), done.plan.num_tokens)
         return deltas
 
     def make_profiler(self, directory: str) -> Profiler:
-        """What takes a trace of the next steps, into `directory`."""
+        """What takes a trace of the next steps, into `directory`. Raises ConfigError if there can be none."""
         return Profiler(directory, self._runner.programs)
+
+    def end_profile(self) -> None:
+        """End the profile that the configuration asked for, if it has not ended by itself."""
+        if self._profiler is not None:
+            self._profiler.end()
 
     def reset(self) -> list[str]:
         """After a failed step: drop every request, pin and cached page and start over; return the requests' ids."""
@@ -194,6 +209,9 @@ class Engine:
             compilations=self._runner.compilations,
             compilations_after_ready=self._runner.compilations_after_ready,
             kv_utilisation=self._utilisation_sum / self._num_steps if self._num_steps else 0.0,
+            step_seconds=self._clock.turn_seconds,
+            step_host_seconds=self._clock.host_seconds,
+            step_gap_seconds=self._clock.gap_seconds,
             ready_seconds=self.parts.ready_seconds,
         )
 

@@ -62,19 +62,23 @@ class MeasuredRates:
 class PendingStep:
     """A dispatched step; `result` waits for it, and for the pages that left for the host tier with it."""
 
-    __slots__ = ("_drawn", "_mover", "_plan", "_scores")
+    __slots__ = ("_drawn", "_mover", "_scores", "plan")
 
     def __init__(self, plan: StepPlan, mover: PageMover, drawn: Array | None, scores: PendingScores | None) -> None:
         if drawn is not None:
             drawn.copy_to_host_async()
-        self._plan, self._mover, self._drawn, self._scores = plan, mover, drawn, scores
+        self.plan, self._mover, self._drawn, self._scores = plan, mover, drawn, scores
+
+    def is_done(self) -> bool:
+        """Whether its tokens are drawn; a step that draws none is not followed any further."""
+        return self._drawn is None or self._drawn.is_ready()  # type: ignore[attr-defined]
 
     def result(self) -> StepResult:
         self._mover.settle()
         if self._drawn is None:
             return StepResult(np.empty(0, np.int32))
-        words = np.asarray(self._drawn)[: self._plan.num_seqs]
-        logprobs = unpack_logprobs(words[:, 1:]) if self._plan.wants_logprobs else None
+        words = np.asarray(self._drawn)[: self.plan.num_seqs]
+        logprobs = unpack_logprobs(words[:, 1:]) if self.plan.wants_logprobs else None
         if self._scores is None:
             return StepResult(words[:, 0], logprobs)
         return StepResult(words[:, 0], logprobs, self._scores.scored(), self._scores.wide())

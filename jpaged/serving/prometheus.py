@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jpaged.metrics import EngineStats, Observer
+from jpaged.metrics import EngineStats, Observer, StepTimes
 from jpaged.request import RequestOutput
 
 _FROM_1_MS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -31,6 +31,7 @@ class PrometheusObserver(Observer):
         self._decode = self._seconds("request_decode", "From the first token to the last.", _FROM_10_MS)
         self._step = self._seconds("step", "One turn of the engine's loop.", _FROM_1_MS)
         self._step_host = self._seconds("step_host", "Its part spent on the host.", _FROM_100_US)
+        self._step_gap = self._seconds("step_gap", "At most how long the device waited for it.", _FROM_100_US)
         self._step_tokens = Histogram(
             "jpaged_step_tokens", "Tokens computed in a step.", registry=self.registry, buckets=_STEP_TOKENS
         )
@@ -39,9 +40,10 @@ class PrometheusObserver(Observer):
         """Read the gauges from an engine whenever they are asked for."""
         self.registry.register(_StatsCollector(stats))
 
-    def step_done(self, step_seconds: float, host_seconds: float, num_tokens: int) -> None:
-        self._step.observe(step_seconds)
-        self._step_host.observe(host_seconds)
+    def step_done(self, times: StepTimes, num_tokens: int) -> None:
+        self._step.observe(times.total)
+        self._step_host.observe(times.host)
+        self._step_gap.observe(times.gap)
         self._step_tokens.observe(num_tokens)
 
     def token_followed(self, seconds: float) -> None:

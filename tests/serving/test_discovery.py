@@ -29,7 +29,7 @@ COUNTERS = {
 HISTOGRAMS = {
     *("jpaged_time_to_first_token_seconds", "jpaged_inter_token_latency_seconds", "jpaged_request_queue_seconds"),
     *("jpaged_request_prefill_seconds", "jpaged_request_decode_seconds", "jpaged_step_seconds"),
-    *("jpaged_step_host_seconds", "jpaged_step_tokens"),
+    *("jpaged_step_host_seconds", "jpaged_step_gap_seconds", "jpaged_step_tokens"),
 }
 
 
