@@ -14,13 +14,15 @@ DECODE_CONTEXT = 300
 
 @dataclass(frozen=True)
 class Case:
-    """One step's shape. `sequences` are (tokens already in the cache, new tokens); decode rows come first.
+    """One step's shape. `sequences` are (tokens already in the cache, new tokens); decode rows come first. `shared` are
+    (sequences, tokens): so many of the first sequences have so many of their first tokens in the same (whole) pages.
 
     The padded sizes are lower bounds; most cases share them, and with them one compilation. EXACT has none.
     """
 
     name: str
     sequences: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int], ...] = ()
     dtype: str = "float32"
     num_q_heads: int = 4
     num_kv_heads: int = 2
@@ -97,7 +99,9 @@ def build(case: Case, seed: int = 0) -> Inputs:
     pages_v[:, 1::2] = -np.inf
     for sequence, (context, _) in enumerate(case.sequences):
         table[sequence, : pages_of[sequence]], ids = ids[: pages_of[sequence]], ids[pages_of[sequence] :]
-        for start in range(0, context, page_size):
+        shared = max([tokens for count, tokens in case.shared if sequence < count], default=0) if sequence else 0
+        table[sequence, : shared // page_size] = table[0, : shared // page_size]
+        for start in range(shared, context, page_size):
             page, n = table[sequence, start // page_size], min(page_size, context - start)
             pages_k[:, page, :n] = random(case.num_layers, n, case.num_kv_heads, case.head_dim)
             pages_v[:, page, :n] = random(case.num_layers, n, case.num_kv_heads, case.head_dim)
@@ -158,6 +162,14 @@ SMOL_MIXED = replace(
     padded_tokens=512,
 )
 
+# A prompt's samples, some of which share more, beside others.
+SHARED = Case(
+    "decode-shared",
+    (*((544 + 7 * i, 1) for i in range(16)), *((256 + 9 * i, 1) for i in range(20)), (30, 1), (600, 1), (540, 5)),
+    shared=((36, 256), (16, 512), (2, 544)),
+    padded_pages=1300,
+)
+
 CASES: tuple[Case, ...] = (
     MIXED,
     *_family(
@@ -187,6 +199,14 @@ CASES: tuple[Case, ...] = (
     Case("decode-page-edges", tuple((n, 1) for n in (P - 2, P - 1, P, P + 1, 4 * P - 1, 4 * P, 8 * P - 1, 8 * P))),
     Case("decode-skewed", ((2000, 1), *((n, 1) for n in range(40)))),
     Case("decode-skewed-bfloat16", ((1000, 1), *((n, 1) for n in range(20))), dtype="bfloat16"),
+    SHARED,
+    *_family(
+        SHARED,
+        bfloat16={"dtype": "bfloat16"},
+        three_by_three_bfloat16={"num_q_heads": 9, "num_kv_heads": 3, "head_dim": 64, "dtype": "bfloat16"},
+        page_32_soft_cap_sinks={"page_size_tokens": 32, "soft_cap": 5.0, "sinks": True},
+        window={"window": 100},
+    ),
     Case("prefill-page-edges", tuple((0, n) for n in (P - 1, P, P + 1, 2 * P))),
     Case("prefill-tile-edges", tuple((0, n) for n in (63, 64, 65, 8, 9, 127, 128, 129))),
     Case("prefill-chunk-on-context", ((300, 65), (1, 64), (63, 130))),

@@ -4,6 +4,10 @@
 // the rows of the tile. A unit walks over its KV tokens in chunks and keeps a running softmax (Flash Attention, arXiv
 // 2205.14135), so its memory does not grow with the context. Units are independent and run on XLA's thread pool.
 //
+// Decoding sequences that begin with the same pages make one unit: their rows walk over the shared chunks together, which
+// are read once for all (as in ChunkAttention, arXiv 2402.15220), and each over the rest of its own. Chunks begin at the
+// same tokens either way, so a row's sums, and with them its result to the last bit, do not depend on its company.
+//
 // A page holds, for every head, blocks of 16 tokens, and a block K and V as packed vectors (simd.h), P numbers a word:
 //   K [head_dim / P, 16 tokens] words of P channels: a vector gives 16 tokens' share of their logits;
 //   V [16 / P, head_dim] words of P tokens: a vector gives the tokens' share of 16 channels of the result.
@@ -29,6 +33,7 @@ constexpr int kBlock = kLanes;       // KV tokens of a block
 constexpr int kTileRows = 48;        // rows of a tile, unless one token has more
 constexpr int kMaxChunkBlocks = 16;  // blocks of a chunk
 constexpr int kChunkLogits = 12288;  // logits of a tile and a chunk, about
+constexpr int64_t kSharedTokens = kMaxChunkBlocks * kBlock;  // what is shared counts in chunks
 constexpr float kFloor = -1e30f;     // below every real logit, yet finite: exp(-inf - kFloor) is 0
 
 // A matrix of T tokens as XLA gives it: float32 or bfloat16.
@@ -95,6 +100,17 @@ struct Tile {
   bool whole_sequence;  // of this step's tokens: the tile writes their K and V itself
 };
 
+// One tile, or several of one token each, whose sequences have their first tokens in the same pages.
+struct Unit {
+  int64_t first_tile, num_tiles, shared_tokens;
+};
+
+// The step's work.
+struct Work {
+  std::vector<Tile> tiles;
+  std::vector<Unit> units;
+};
+
 // A tile's rows at work: row r is token r / group and query head r % group of the KV head.
 template <class Format>
 struct Rows {
@@ -106,6 +122,18 @@ struct Rows {
   float* weighted;    // [rows, head_dim rounded up to 16]: the sum so far of weight * V, relative to exp(top)
   float *top, *total;  // [rows]
   int64_t query_stride, chunk, weight_stride, weighted_stride;
+
+  Rows part(int64_t first, int64_t rows) const {
+    Rows part = *this;
+    part.count = rows;
+    part.queries += first * query_stride;
+    part.logits += first * chunk;
+    part.weights += first * weight_stride;
+    part.weighted += first * weighted_stride;
+    part.top += first;
+    part.total += first;
+    return part;
+  }
 };
 
 template <class Format>
@@ -121,7 +149,7 @@ class Attention {
   explicit Attention(const Call& call) : call_(call) {}
 
   void write_token(int64_t row, int64_t sequence, int64_t position, int64_t head) const;
-  void attend(const Tile& tile, int64_t head) const;
+  void attend(const Tile* tiles, const Unit& unit, int64_t head) const;
 
  private:
   using Operand = typename Format::Operand;
@@ -137,7 +165,9 @@ class Attention {
     return call_.pages + (place * blocks + block % blocks) * 2 * half_words();
   }
 
-  Rows<Format> start_rows(const Tile& tile, int64_t head, Buffers<Format>& buffers) const;
+  Rows<Format> start_rows(const Tile* tiles, int64_t num_tiles, int64_t head, Buffers<Format>& buffers) const;
+  void walk(const Rows<Format>& rows, const Tile& tile, int64_t head, int64_t first_token, int64_t end,
+            Buffers<Format>& buffers) const;
   const uint32_t* cleaned(const uint32_t* values, int64_t from, int64_t to, uint32_t* target) const;
   void score(const Rows<Format>& rows, const uint32_t* const* blocks, int64_t num_blocks) const;
   void weigh(const Rows<Format>& rows, const uint32_t* const* values, int64_t num_blocks) const;
@@ -168,10 +198,13 @@ void Attention<Format>::write_token(int64_t row, int64_t sequence, int64_t posit
   for (int64_t d = 0; d < head_dim; ++d) values[d * kPack] = numbers[d];
 }
 
-// Reads a tile's queries, and sets the softmax to what has seen nothing but the sinks.
+// Reads the queries of a tile, or of several with one token each, and sets the softmax to what has seen nothing but the
+// sinks.
 template <class Format>
-Rows<Format> Attention<Format>::start_rows(const Tile& tile, int64_t head, Buffers<Format>& buffers) const {
-  const int64_t group = call_.group, head_dim = call_.head_dim, count = tile.length * group;
+Rows<Format> Attention<Format>::start_rows(const Tile* tiles, int64_t num_tiles, int64_t head,
+                                           Buffers<Format>& buffers) const {
+  const int64_t group = call_.group, head_dim = call_.head_dim, length = tiles[0].length;
+  const int64_t count = num_tiles * length * group;
   // Rows up to the next multiple of 16 take part where products are made by tiles; nobody reads their results.
   const int64_t padded = count <= kLanes ? count : (count + kLanes - 1) / kLanes * kLanes;
   Rows<Format> rows;
@@ -189,8 +222,9 @@ Rows<Format> Attention<Format>::start_rows(const Tile& tile, int64_t head, Buffe
 
   float* numbers = buffers.token.at_least(head_dim + kLanes);
   for (int64_t r = 0; r < count; ++r) {
-    const int64_t q_head = head * group + r % group;
-    call_.q.read(((tile.first_row + r / group) * call_.num_q_heads + q_head) * head_dim, head_dim, numbers);
+    const int64_t q_head = head * group + r % group, token = r / group;
+    const int64_t row = tiles[token / length].first_row + token % length;
+    call_.q.read((row * call_.num_q_heads + q_head) * head_dim, head_dim, numbers);
     Operand* target = rows.queries + r * rows.query_stride;
     // A full vector may run over into the next row's place, which is written after it.
     for (int64_t d = 0; d < head_dim; d += kLanes) {
@@ -425,21 +459,16 @@ void Attention<Format>::update_softmax(const Rows<Format>& rows, const Tile& til
   }
 }
 
+// Takes the KV tokens [first_token, end) of a tile's sequence into the rows' results; first_token begins a chunk.
 template <class Format>
-void Attention<Format>::attend(const Tile& tile, int64_t head) const {
-  static thread_local Buffers<Format> buffers;
-  if (tile.whole_sequence) {
-    for (int64_t i = 0; i < tile.length; ++i) {
-      write_token(tile.first_row + i, tile.sequence, tile.first_position + i, head);
-    }
-  }
-  const Rows<Format> rows = start_rows(tile, head, buffers);
+void Attention<Format>::walk(const Rows<Format>& rows, const Tile& tile, int64_t head, int64_t first_token, int64_t end,
+                             Buffers<Format>& buffers) const {
 #if defined(JPAGED_TILES)
   std::optional<TileShapes> shapes;
   if constexpr (std::is_same_v<Format, Bfloat16Tiles>) shapes.emplace(std::min<int64_t>(rows.count, kLanes), kBlock / 2);
 #endif
-  const int64_t end = tile.first_position + tile.length;
-  const int64_t first_seen = call_.window ? std::max<int64_t>(0, tile.first_position - call_.window + 1) : 0;
+  const int64_t first_seen =
+      call_.window ? std::max<int64_t>(first_token, tile.first_position - call_.window + 1) : first_token;
   const int64_t first_block = first_seen / kBlock, last_block = (end - 1) / kBlock;
   uint32_t* first_values = buffers.first_values.at_least(half_words() + kLanes);
   uint32_t* last_values = buffers.last_values.at_least(half_words() + kLanes);
@@ -463,48 +492,119 @@ void Attention<Format>::attend(const Tile& tile, int64_t head) const {
     if (last_block != first_block) clean(last_block, last_values);
     weigh(rows, values, num_blocks);
   }
-  for (int64_t r = 0; r < rows.count; ++r) {
-    const int64_t place = (tile.first_row + r / call_.group) * call_.num_q_heads + head * call_.group + r % call_.group;
-    call_.out.write(place * call_.head_dim, call_.head_dim, rows.weighted + r * rows.weighted_stride,
-                    1.0f / rows.total[r]);
+}
+
+template <class Format>
+void Attention<Format>::attend(const Tile* tiles, const Unit& unit, int64_t head) const {
+  static thread_local Buffers<Format> buffers;
+  const Rows<Format> rows = start_rows(tiles, unit.num_tiles, head, buffers);
+  // Every position is behind what is shared, so that any of the tiles may stand for all.
+  if (unit.shared_tokens > 0) walk(rows, tiles[0], head, 0, unit.shared_tokens, buffers);
+  const int64_t group = call_.group, rows_each = tiles[0].length * group;
+  for (int64_t t = 0; t < unit.num_tiles; ++t) {
+    const Tile& tile = tiles[t];
+    const Rows<Format> part = rows.part(t * rows_each, rows_each);
+    if (tile.whole_sequence) {
+      for (int64_t i = 0; i < tile.length; ++i) {
+        write_token(tile.first_row + i, tile.sequence, tile.first_position + i, head);
+      }
+    }
+    walk(part, tile, head, unit.shared_tokens, tile.first_position + tile.length, buffers);
+    for (int64_t r = 0; r < part.count; ++r) {
+      const int64_t place = (tile.first_row + r / group) * call_.num_q_heads + head * group + r % group;
+      call_.out.write(place * call_.head_dim, call_.head_dim, part.weighted + r * part.weighted_stride,
+                      1.0f / part.total[r]);
+    }
   }
 }
 
-// The step's tiles: the largest first, so that no thread is left alone with one at the end.
-std::vector<Tile> cut_tiles(const Call& call) {
+// The tiles of sequences with several tokens: the largest first, so that no thread is left alone with one at the end.
+void cut_tiles(const Call& call, Work& work) {
   const int64_t width = std::max<int64_t>(1, kTileRows / call.group);
-  std::vector<Tile> tiles;
   for (bool long_ones : {true, false}) {
     for (int64_t sequence = 0; sequence < call.num_seqs; ++sequence) {
       const int64_t first = call.cu_q_lens[sequence], length = call.cu_q_lens[sequence + 1] - first;
-      if (length <= 0 || (length > width) != long_ones) continue;
+      if (length <= 1 || (length > width) != long_ones) continue;
       const int64_t context = call.kv_lens[sequence] - length;
       for (int64_t end = length; end > 0; end -= width) {
         const int64_t start = std::max<int64_t>(0, end - width);
-        tiles.push_back({sequence, first + start, context + start, end - start, length <= width});
+        work.units.push_back({static_cast<int64_t>(work.tiles.size()), 1, 0});
+        work.tiles.push_back({sequence, first + start, context + start, end - start, length <= width});
       }
     }
   }
-  return tiles;
+}
+
+// How many tokens, in chunks, two sequences have in the same pages before the positions of both.
+int64_t count_shared(const Call& call, const Tile& a, const Tile& b) {
+  const int32_t *pages = call.page_table + a.sequence * call.pages_per_seq,
+                *others = call.page_table + b.sequence * call.pages_per_seq;
+  const int64_t limit = std::min(a.first_position, b.first_position) / call.page_size;
+  int64_t shared = 0;
+  while (shared < limit && pages[shared] == others[shared]) ++shared;
+  return shared * call.page_size / kSharedTokens * kSharedTokens;
+}
+
+// The units of sequences with one token each. Rows of shared tokens are worth joining up to a tile's, as long as that
+// leaves enough units for all threads.
+void cut_decode_units(const Call& call, int64_t num_threads, Work& work) {
+  const int64_t first = work.tiles.size();
+  for (int64_t sequence = 0; sequence < call.num_seqs; ++sequence) {
+    const int64_t row = call.cu_q_lens[sequence];
+    if (call.cu_q_lens[sequence + 1] - row != 1) continue;
+    work.tiles.push_back({sequence, row, call.kv_lens[sequence] - 1, 1, true});
+  }
+  const int64_t count = static_cast<int64_t>(work.tiles.size()) - first;
+  int64_t width = std::min(kTileRows / call.group, count * call.num_kv_heads / (2 * num_threads));
+  if (call.window || call.group > kLanes) width = 1;
+  if (width > 1) {
+    // Sequences that may share a chunk come side by side, those that share two within them.
+    const auto page_at = [&](const Tile& tile, int64_t token) {
+      if (tile.first_position <= token) return int32_t{-1};
+      return call.page_table[tile.sequence * call.pages_per_seq + token / call.page_size];
+    };
+    const auto key = [&](const Tile& tile) {
+      return std::pair(page_at(tile, kSharedTokens - 1), page_at(tile, 2 * kSharedTokens - 1));
+    };
+    std::stable_sort(work.tiles.begin() + first, work.tiles.end(),
+                     [&](const Tile& a, const Tile& b) { return key(a) > key(b); });
+  }
+  for (int64_t tile = first; tile < static_cast<int64_t>(work.tiles.size()); ++tile) {
+    if (width > 1 && tile > first) {
+      Unit& last = work.units.back();
+      const int64_t shared = std::min(count_shared(call, work.tiles[last.first_tile], work.tiles[tile]),
+                                      last.num_tiles > 1 ? last.shared_tokens : INT64_MAX);
+      // Worth it if fewer tokens are read than without this one.
+      if (last.num_tiles < width && shared * last.num_tiles > last.shared_tokens * (last.num_tiles - 1)) {
+        ++last.num_tiles;
+        last.shared_tokens = shared;
+        continue;
+      }
+    }
+    work.units.push_back({tile, 1, 0});
+  }
 }
 
 template <class Format, class Pool>
 void run_as(const Call& call, Pool& pool) {
   const Attention<Format> attention(call);
-  const std::vector<Tile> tiles = cut_tiles(call);
+  Work work;
+  cut_tiles(call, work);
   // Tiles of one sequence read what each other's tokens write: those go first.
-  const auto first_whole =
-      std::find_if(tiles.begin(), tiles.end(), [](const Tile& tile) { return tile.whole_sequence; }) - tiles.begin();
-  parallel_for(pool, first_whole, [&](int64_t unit) {
-    const Tile& tile = tiles[unit];
+  const auto first_whole = std::find_if(work.tiles.begin(), work.tiles.end(),
+                                        [](const Tile& tile) { return tile.whole_sequence; }) - work.tiles.begin();
+  parallel_for(pool, first_whole, [&](int64_t index) {
+    const Tile& tile = work.tiles[index];
     for (int64_t i = 0; i < tile.length; ++i) {
       for (int64_t head = 0; head < call.num_kv_heads; ++head) {
         attention.write_token(tile.first_row + i, tile.sequence, tile.first_position + i, head);
       }
     }
   });
-  parallel_for(pool, static_cast<int64_t>(tiles.size()) * call.num_kv_heads, [&](int64_t unit) {
-    attention.attend(tiles[unit / call.num_kv_heads], unit % call.num_kv_heads);
+  cut_decode_units(call, pool.num_threads(), work);
+  parallel_for(pool, static_cast<int64_t>(work.units.size()) * call.num_kv_heads, [&](int64_t index) {
+    const Unit& unit = work.units[index / call.num_kv_heads];
+    attention.attend(&work.tiles[unit.first_tile], unit, index % call.num_kv_heads);
   });
   const int64_t used = call.num_seqs > 0 ? call.cu_q_lens[call.num_seqs] : 0;
   const int64_t row = call.num_q_heads * call.head_dim;

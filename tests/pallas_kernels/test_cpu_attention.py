@@ -93,6 +93,32 @@ def test_case_matches_the_reference_and_writes_only_its_tokens(attention: CpuPag
     assert_case(attention, case)
 
 
+def with_pages_of_their_own(case: Case, inputs: Inputs) -> Inputs:
+    """The same tokens, with a copy of the shared pages for every sequence."""
+    table, free = np.array(inputs.batch.page_table), set(range(inputs.spec.num_pages))
+    used = [-(-sum(lengths) // case.page_size_tokens) for lengths in case.sequences]
+    free -= {int(page) for sequence, count in enumerate(used) for page in table[sequence, :count]}
+    pages_k, pages_v = inputs.pages_k.copy(), inputs.pages_v.copy()
+    for sequence in range(1, case.shared[0][0]):
+        for place in range(used[sequence]):
+            page, copy = table[sequence, place], free.pop()
+            pages_k[:, copy], pages_v[:, copy] = pages_k[:, page], pages_v[:, page]
+            table[sequence, place] = copy
+    batch = replace(inputs.batch, page_table=jnp.asarray(table))
+    return replace(inputs, batch=batch, pages_k=pages_k, pages_v=pages_v)
+
+
+@pytest.mark.parametrize("case", [case for case in TAKEN if case.shared], ids=lambda case: case.name)
+def test_shared_pages_are_read_together_with_the_same_result_to_the_last_bit(
+    attention: CpuPagedAttention, case
+) -> None:
+    case = replace(case, padded_pages=case.padded_pages + 1300)
+    shared = build(case)
+    out, _ = run(attention, shared)
+    expected, _ = run(attention, with_pages_of_their_own(case, shared))
+    assert_same_bits(np.asarray(out), np.asarray(expected))
+
+
 def test_pages_of_another_dtype_than_the_queries(attention: CpuPagedAttention) -> None:
     inputs = build(CASE["mixed-bfloat16"])
     inputs = replace(inputs, q=inputs.q.astype(jnp.float32), k=inputs.k.astype(jnp.float32))
