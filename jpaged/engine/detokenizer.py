@@ -81,12 +81,14 @@ class _ByteStream:
         if self._strip_next_space:
             self._strip_next_space = False
             new = new.removeprefix(b" ")
+        if not self._prompt_bytes:
+            return self._decoder.decode(new)
         return self._join_prompt(new[:1]) + self._decoder.decode(new[1:])
 
     def _join_prompt(self, first: bytes) -> str:
-        """Decodes the first byte of a push; the output's very first settles the prompt's incomplete character."""
+        """Decodes the output's very first byte, which settles the prompt's incomplete character."""
         began, text = self._prompt_bytes, self._decoder.decode(first)
-        if began and first:
+        if first:
             self._prompt_bytes = b""
             if text.startswith(REPLACEMENT) and began + first != REPLACEMENT.encode():
                 return text[1:]  # the character stayed broken: that is the prompt's, not the output's

@@ -245,17 +245,20 @@ class Engine:
             distribution = result.wide[wide[place]] if place in wide and result.wide is not None else None
             delta = request.publish_token(sequence, place, result, distribution, self._scheduler.finish)
             self._note_token(request, sequence.index, now)
-            delta.finished = request.output.finished
+            if delta.finish_reason is not None and all(other.finish_reason for other in request.output.outputs):
+                self._finish(request, now)
+                delta.finished = True
             deltas.append(delta)
         for group in progress.beam_groups:
             request = self._requests[group.group_id]
             deltas += request.publish_beams()
             self._note_token(request, 0, now)
+            self._finish(request, now)
             deltas[-1].finished = True
         return deltas
 
     def _note_token(self, request: Request, index: int, now: float) -> None:
-        """A sequence of a request has gained a token, or the request its beams; finish the request if that was all."""
+        """A sequence of a request has gained a token, or the request its beams."""
         output, times = request.output, request.output.times
         output.num_preemptions = request.group.num_preemptions
         if times.first_token is None:
@@ -263,8 +266,6 @@ class Engine:
         elif index == 0:
             self.observer.token_followed(now - times.last_token)
         times.last_token = now
-        if all(completion.finish_reason for completion in output.outputs):
-            self._finish(request, now)
 
     def _finish(self, request: Request, now: float) -> None:
         output = request.output
