@@ -148,7 +148,7 @@ def plot(path: str, figures: dict[str, Any]) -> None:
     """A panel for each workload, in it a bar for each engine, with a line from the least to the most."""
     rows = figures["results"]
     engines, workloads = ([*dict.fromkeys(row[name] for row in rows)] for name in ("engine", "workload"))
-    subtitle = f"{figures['machine']}; medians, and from the least to the most"
+    subtitle = f"{figures['machine']}; medians, with lines from least to most"
     width, height = max(1.6 + 2.5 * len(workloads), 7), 1.7 + 0.45 * len(engines)
     with picture(path, width, height, "Greedy, bfloat16: less is better", subtitle) as figure:
         all_axes = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
