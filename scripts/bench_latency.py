@@ -1,6 +1,6 @@
 """One row alone: prefill and decode rates for several prompt lengths.
 
-    python scripts/bench_latency.py --model demo [--prompt 512 --output 96 --turns 3]
+    python scripts/bench_latency.py --model demo [--prompt 512 --output 96 --turns 3] [--plot latency.png]
 
 Each prompt runs with one token and with all of them; the difference is decoding. Prints medians in a table and, last,
 one JSON line with the figures and the machine.
@@ -11,8 +11,10 @@ import json
 import random
 import statistics
 import time
+from typing import Any
 
 from machine import machine
+from plotting import BLUE, ORANGE, label_bars, picture, without_ticks
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +27,11 @@ def main() -> None:
     vocabulary_size = llm.engine.parts.spec.vocab_size
     results = [measure(llm, length, arguments, vocabulary_size) for length in arguments.prompt or [16, 128, 512, 1024]]
     print_table(results, llm.engine.parts.dtype)
-    print(json.dumps({"machine": machine(), "dtype": llm.engine.parts.dtype, "results": results}))
+    figures = {"machine": machine(), "dtype": llm.engine.parts.dtype, "results": results}
+    if arguments.plot:
+        plot(arguments.plot, figures)
+        print(f"wrote {arguments.plot}")
+    print(json.dumps(figures))
 
 
 def measure(llm: LLM, prompt_length: int, arguments: argparse.Namespace, vocabulary_size: int) -> dict[str, float]:
@@ -80,7 +86,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=96, help="tokens to generate")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--plot", metavar="OUT.png")
     return parser.parse_args()
+
+
+def plot(path: str, figures: dict[str, Any]) -> None:
+    """How fast one row decodes behind prompts of several lengths, and how soon it begins."""
+    results = sorted(figures["results"], key=lambda row: row["prompt_tokens"])
+    lengths = [f"{row['prompt_tokens']:,}" for row in results]
+    panels = (
+        ("Decoding", "tokens per second", BLUE, [row["decode_tokens_per_second"] for row in results]),
+        ("To the first token", "milliseconds", ORANGE, [1e3 * row["time_to_first_token_seconds"] for row in results]),
+    )
+    with picture(path, 9, 3.8, f"One row alone, {figures['dtype']}", figures["machine"]) as figure:
+        for axes, (title, unit, colour, values) in zip(figure.subplots(1, 2), panels, strict=True):
+            label_bars(axes.bar(lengths, values, color=colour, width=0.6), values)
+            without_ticks(axes.xaxis)
+            axes.set(title=title, xlabel="tokens of the prompt", ylabel=unit, ylim=(0, 1.1 * max(values)))
 
 
 if __name__ == "__main__":

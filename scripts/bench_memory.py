@@ -18,7 +18,7 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
-from plotting import BLUE, GREEN, GREY, INK, LIGHT_BLUE, LIGHT_ORANGE, ORANGE, RED, picture
+from plotting import BLUE, GREEN, GREY, INK, LIGHT_BLUE, LIGHT_ORANGE, ORANGE, RED, legend_above, picture
 from reservation import (
     CONTIGUOUS,
     Limits,
@@ -71,7 +71,7 @@ def main() -> None:
     print_table(figures, arguments.memory_slots)
     if arguments.plot:
         trace = simulate(arguments) if arguments.simulate else run_model(arguments)
-        plot(trace, arguments.plot)
+        plot(arguments.plot, trace)
         figures["run"] = {
             "title": trace.title,
             "steps": len(trace.used),
@@ -198,10 +198,9 @@ def run_model(arguments: argparse.Namespace) -> Trace:
     return trace
 
 
-def plot(trace: Trace, path: str) -> None:
+def plot(path: str, trace: Trace) -> None:
     """Draw the pool on the left, the host tier under it, and the reservations on the right."""
-    with picture(path, 13, 6.4) as figure:
-        figure.suptitle(trace.title, fontsize=14, x=0.015, ha="left")
+    with picture(path, 13, 6.4, trace.title) as figure:
         grid = figure.add_gridspec(2, 2, height_ratios=[3, 1])
         device = figure.add_subplot(grid[0, 0])
         host = figure.add_subplot(grid[1, 0], sharex=device)
@@ -221,14 +220,14 @@ def _plot_device(axes, trace: Trace) -> None:
     axes.stackplot(range(len(free)), trace.used, trace.cached, free, colors=[BLUE, LIGHT_BLUE, GREY], lw=0)
     axes.set(title="Device pages", ylim=(0, trace.num_pages))
     axes.tick_params(labelbottom=False)
-    _legend_above(axes, {"used": BLUE, "cached": LIGHT_BLUE, "free": GREY})
+    legend_above(axes, {"used": BLUE, "cached": LIGHT_BLUE, "free": GREY})
 
 
 def _plot_host(axes, trace: Trace) -> None:
     axes.stackplot(range(len(trace.used)), trace.host_used, trace.host_cached, colors=[ORANGE, LIGHT_ORANGE], lw=0)
     peak = max(map(sum, zip(trace.host_used, trace.host_cached, strict=True)))
     axes.set(title="Host pages", ylim=(0, max(peak * 1.05, 1)))
-    _legend_above(axes, {"of requests that gave way": ORANGE, "of evicted prefixes": LIGHT_ORANGE})
+    legend_above(axes, {"of requests that gave way": ORANGE, "of evicted prefixes": LIGHT_ORANGE})
 
 
 def _plot_reservations(axes, trace: Trace) -> None:
@@ -242,15 +241,6 @@ def _plot_reservations(axes, trace: Trace) -> None:
     pool = axes.axhline(trace.num_pages, color=INK, lw=1, ls=(0, (5, 4)), label=f"the pool: {trace.num_pages:,}")
     axes.set(title="What the same requests would reserve, each in one piece", ylim=(0, None))
     axes.legend(handles=[*lines, below, pool], loc="upper right", framealpha=0.95, edgecolor="none")
-
-
-def _legend_above(axes, colours: dict[str, str]) -> None:
-    """To the right of the title, where it hides nothing."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
-    style = {"frameon": False, "borderaxespad": 0, "handlelength": 1.2, "columnspacing": 1.4}
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1.025), ncols=len(handles), **style)
 
 
 if __name__ == "__main__":

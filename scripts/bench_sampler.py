@@ -1,6 +1,7 @@
 """What drawing tokens costs: the sampler alone, and its share of a model's step.
 
     python scripts/bench_sampler.py [--rows 64] [--vocabularies 49152 151936] [--model demo | --no-model]
+        [--plot sampler.png]
 
 The sampler alone: from logits to the packed result, for rows whose probabilities fall with the rank as those of a
 language model do (Zipf, exponent 1.5), each with a history of 256 tokens, half of them generated. "flat" logits are the
@@ -23,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from machine import machine
+from plotting import BLUE, ORANGE, label_bars, legend_above, picture, without_ticks
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +38,7 @@ from pallas_kernels.sampling.cpu import CpuSampling
 
 HISTORY_TOKENS, PROMPT_TOKENS = 256, 128
 ROUNDS, CALLS = 15, 5
+XLA, NATIVE = "XLA", "native"
 FILTERS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02}
 PENALTIES = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
 BIASES = {token_id: 0.5 for token_id in range(100, 116)}
@@ -60,13 +63,14 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[49152, 151936])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--no-model", action="store_true", help="the sampler alone")
+    parser.add_argument("--plot", metavar="OUT.png")
     arguments = parser.parse_args()
     devices = {str(device.device_kind) for device in jax.devices()}
     where = machine() if devices == {"cpu"} else ", ".join(sorted(devices))
     console = Console()
-    forms: dict[str, CpuSampling | None] = {"xla": None}
+    forms: dict[str, CpuSampling | None] = {XLA: None}
     if devices == {"cpu"}:
-        forms["native"] = CpuSampling.make()
+        forms[NATIVE] = CpuSampling.make()
     alone = {
         f"{size:,} {form}": measure_sampler(arguments.rows, size, native)
         for size in arguments.vocabularies
@@ -84,6 +88,9 @@ def main() -> None:
         for name, microseconds in steps.items():
             table.add_row(name, f"{microseconds:,}", f"{microseconds / steps['greedy']:.2f}")
         console.print(table)
+    if arguments.plot:
+        plot(arguments.plot, result)
+        print(f"wrote {arguments.plot}")
     print(json.dumps(result))
 
 
@@ -173,6 +180,30 @@ def _decode_seconds(llm: LLM, params: SamplingParams, num_rows: int) -> list[flo
         if all_decode and len(deltas) == num_rows and not outputs[0].finished:
             seconds.append(time.perf_counter() - start)
     return seconds
+
+
+def plot(path: str, figures: dict[str, Any]) -> None:
+    """The sampler alone: a panel for each vocabulary, in it two bars for each kind of request."""
+    panels: dict[str, dict[str, dict[str, int]]] = {}
+    for name, times in figures["sampler_us"].items():
+        vocabulary, _, form = name.partition(" ")
+        panels.setdefault(vocabulary, {})[form] = times
+    title = f"Drawing {figures['rows']} tokens from their logits"
+    colours = {XLA: ORANGE, NATIVE: BLUE}
+    with picture(path, 2 + 4 * len(panels), 5.6, title, figures["machine"]) as figure:
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (vocabulary, forms) in zip(all_axes, panels.items(), strict=True):
+            for place, (form, times) in enumerate(forms.items()):
+                offsets = [case + 0.4 * (place - (len(forms) - 1) / 2) for case in range(len(times))]
+                milliseconds = [1e-3 * microseconds for microseconds in times.values()]
+                bars = axes.barh(offsets, milliseconds, height=0.36, color=colours[form])
+                label_bars(bars, milliseconds)
+            most = max(max(times.values()) for times in forms.values())
+            axes.set(title=f"{vocabulary} token ids", xlabel="milliseconds", xlim=(0, 1.15e-3 * most))
+            without_ticks(axes.yaxis)
+        all_axes[0].set_yticks(range(len(CASES)), CASES)
+        all_axes[0].invert_yaxis()
+        legend_above(all_axes[-1], {form: colours[form] for form in colours if form in panels[vocabulary]})
 
 
 if __name__ == "__main__":

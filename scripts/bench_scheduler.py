@@ -1,6 +1,6 @@
 """Host cost of scheduling, without a device.
 
-    python scripts/bench_scheduler.py [--rows 64 256 1024]
+    python scripts/bench_scheduler.py [--rows 64 256 1024] [--plot scheduler.png]
 
 Requests of 512 prompt tokens decode together, with prefix caching on; the step before is committed after the next one
 is planned, as the engine does with overlap. Median microseconds of `plan` and `commit` over the last 200 steps in which
@@ -16,6 +16,8 @@ import statistics
 import time
 from collections import deque
 
+from machine import machine
+from plotting import BLUE, ORANGE, legend_above, picture, without_ticks
 from reservation import draw, make_group
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +34,7 @@ MEASURED_STEPS = 200
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--plot", metavar="OUT.png")
     arguments = parser.parse_args()
     results = [measure_scheduler(rows) for rows in arguments.rows]
     table = Table(
@@ -50,6 +53,9 @@ def main() -> None:
     console = Console()
     console.print(table)
     console.print(pool_table)
+    if arguments.plot:
+        plot(arguments.plot, results, machine())
+        print(f"wrote {arguments.plot}")
     for result in results:
         print(json.dumps(result))
     print(json.dumps({"pools": pools}))
@@ -125,6 +131,24 @@ def measure_pool(num_pages: int, num_tables: int = 100, pages_each: int = 8, rou
 
 def microseconds(seconds: float) -> int:
     return round(1e6 * seconds)
+
+
+def plot(path: str, results: list[dict[str, int]], where: str) -> None:
+    """A bar for each number of rows: what planning takes, and behind it what booking takes."""
+    names = [f"{result['rows']:,} rows" for result in results]
+    plans, commits = [result["plan_us"] for result in results], [result["commit_us"] for result in results]
+    sums = [plan + commit for plan, commit in zip(plans, commits, strict=True)]
+    with picture(path, 9, 1.9 + 0.5 * len(names), "What a step of decoding rows takes of the host", where) as figure:
+        axes = figure.subplots()
+        axes.barh(names, plans, color=BLUE, height=0.6)
+        bars = axes.barh(names, commits, left=plans, color=ORANGE, height=0.6)
+        parts = [f"{s:,} µs: {p:,} + {c:,}" for s, p, c in zip(sums, plans, commits, strict=True)]
+        axes.bar_label(bars, parts, padding=4)
+        axes.invert_yaxis()
+        without_ticks(axes.yaxis)
+        axes.set(xlabel="microseconds, medians", xlim=(0, 1.3 * max(sums)))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        legend_above(axes, {"plan": BLUE, "commit": ORANGE})
 
 
 if __name__ == "__main__":

