@@ -17,10 +17,11 @@ from tests.cli.tiny_chat_model import write_tiny_chat_model
 from tests.engine.test_parameters import random_params
 from tests.fakes.plan_checks import check_plan
 
-MAX_NUM_SEQS = 16
-AMPLE = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 32}
+MAX_NUM_SEQS = 8
+AMPLE = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": 16}
 # Room for any request alone, and a host tier of 8 pages of 2 KiB: who has more, or comes when it is full, recomputes.
 TIGHT = AMPLE | {"num_pages": 48, "host_tier_gib": 8 * 2**11 / 2**30, "preemption": "swap"}
+SEEDS = 0, 1, 4, 5  # with these, groups give way by swaps and by recomputing in each tight run
 TOLERANCE = 2e-4  # of logprobs
 ALWAYS = "page copies", "row copies", "prefix_cache_hits_tokens", "given up while queued", "given up while in a row"
 
@@ -191,7 +192,7 @@ def check_same_beginning(found: RequestOutput, expected: RequestOutput) -> None:
         assert one.token_ids[:length] == other.token_ids[:length]
 
 
-@pytest.mark.parametrize(("seed", "policy"), [(seed, ("fcfs", "priority")[seed % 2]) for seed in range(6)])
+@pytest.mark.parametrize(("seed", "policy"), [(seed, ("fcfs", "priority")[seed % 2]) for seed in SEEDS])
 def test_overlap_changes_nothing_at_any_load(tiny_dirs, make_llm, tmp_path_factory, monkeypatch, seed, policy):
     """Fault 1: 4 x max_num_seqs requests with preemptions of both kinds, forks and cancellations, against a pool in
     which nobody gives way and steps that wait for each other."""
