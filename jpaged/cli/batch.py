@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import describe_engine, notes, progress_bar, start_llm
+from jpaged.cli.console import describe_engine, notes, print_profile, progress_bar, start_llm
 from jpaged.cli.options import MODEL_HELP, with_engine_options
 from jpaged.config import EngineConfig
 from jpaged.errors import InvalidRequestError
@@ -50,3 +50,4 @@ def _answer(run: BatchRun, llm) -> None:
             notes.print("Stopped; what is answered is kept, and the same command goes on from there.")
             raise
     notes.print(describe_engine(llm.stats()))
+    print_profile(llm)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jpaged.cli.console import AnswerStatistics, describe_engine, start_llm
+from jpaged.cli.console import AnswerStatistics, describe_engine, print_profile, start_llm
 from jpaged.cli.conversation import ChatSettings, Conversation, with_chat_options
 from jpaged.cli.method_options import with_sampling_options
 from jpaged.cli.options import MODEL_HELP, with_engine_options
@@ -32,6 +32,7 @@ def chat(
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         raise InvalidRequestError(f"{model} has no chat template; try `jpaged generate` with a text")
     Conversation(_LocalSpeaker(llm, params, settings), settings.system, refusals=(JpagedError,)).run()
+    print_profile(llm)
 
 
 class _LocalSpeaker:

@@ -1,6 +1,5 @@
 """What the commands print while an engine starts and after it has answered."""
 
-import logging
 import math
 import sys
 import time
@@ -26,18 +25,9 @@ def progress_bar():
         yield progress
 
 
-class _ToNotes(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        notes.print(record.getMessage())
-
-
 def start_llm(config: EngineConfig):
-    """Start an engine with a progress bar over the shapes it compiles; a profile that it takes is printed, too."""
+    """Start an engine with a progress bar over the shapes it compiles."""
     notes.print(f"Loading {config.model} ...")
-    if config.profile_directory is not None:
-        profiles = logging.getLogger("jpaged.engine.profiling")
-        profiles.setLevel(logging.INFO)
-        profiles.addHandler(_ToNotes())
     from jpaged.engine.llm import LLM
 
     with progress_bar() as progress:
@@ -57,6 +47,12 @@ def start_llm(config: EngineConfig):
         f" {stats.buckets} shapes ({compiled})."
     )
     return llm
+
+
+def print_profile(llm) -> None:
+    """Print where the time of the first steps went, if that was asked for."""
+    if llm.engine.profile is not None:
+        notes.print(llm.engine.profile.describe())
 
 
 def describe_answer(output: RequestOutput, stats: EngineStats, pages_peak: int) -> str:

@@ -12,6 +12,7 @@ from jpaged.cli.console import (
     describe_engine,
     describe_logprobs,
     notes,
+    print_profile,
     progress_bar,
     start_llm,
     write_text,
@@ -50,8 +51,13 @@ def generate(
         given = [llm.render_chat([{"role": "user", "content": text}]) for text in texts]
     if len(given) == 1 and is_plain(params):
         _stream(llm, given[0], params, stats)
-        return
-    for text, output in zip(texts, _generate(llm, given, params), strict=True):
+    else:
+        _print_answers(llm, texts, _generate(llm, given, params), stats)
+    print_profile(llm)
+
+
+def _print_answers(llm, texts: list[str], outputs: list[RequestOutput], stats: bool) -> None:
+    for text, output in zip(texts, outputs, strict=True):
         for completion in output.outputs:
             line = {"prompt": text} | describe_completion(completion, len(output.outputs))
             if output.prompt_logprobs is not None:

@@ -5,7 +5,7 @@ import time
 
 from jpaged.config import EngineConfig
 from jpaged.engine.preparation import Preparation
-from jpaged.engine.profiling import Profiler, StepsProfiler
+from jpaged.engine.profiling import Profile, Profiler, StepsProfiler
 from jpaged.engine.publishing import Request, publish_prompt_logprobs
 from jpaged.engine.startup import EngineParts, reload_weights, start_up
 from jpaged.engine.step_clock import StepClock
@@ -134,6 +134,11 @@ class Engine:
     def make_profiler(self, directory: str) -> Profiler:
         """What takes a trace of the next steps, into `directory`. Raises ConfigError if there can be none."""
         return Profiler(directory, self._runner.programs)
+
+    @property
+    def profile(self) -> Profile | None:
+        """Where the time of the first steps went, if the configuration asks for it and they are done."""
+        return None if self._profiler is None else self._profiler.profile
 
     def end_profile(self) -> None:
         """End the profile that the configuration asked for, if it has not ended by itself."""

@@ -127,6 +127,7 @@ class StepsProfiler:
         self._profiler = profiler
         self._steps_left = num_steps
         self._is_tracing = False
+        self.profile: Profile | None = None  # once there is one
 
     def begin_step(self) -> None:
         if not self._is_tracing and self._steps_left:
@@ -145,7 +146,8 @@ class StepsProfiler:
         if self._is_tracing:
             self._is_tracing = False
             self._profiler.__exit__()
-            logger.info("profile: %s", self._profiler.profile.describe())
+            self.profile = self._profiler.profile
+            logger.info("profile: %s", self.profile.describe())
 
 
 def scopes_of(programs: Iterable[Any]) -> dict[tuple[str, str], str]:
