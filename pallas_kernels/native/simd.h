@@ -48,6 +48,14 @@ inline Vector load(const void* source) {
   return v;
 }
 
+// The first `count` of 16 numbers, and zeros.
+inline Floats load_some(const float* source, int64_t count) {
+  if (count >= kLanes) return load<Floats>(source);
+  Floats v = {};
+  if (count > 0) memcpy(&v, source, static_cast<size_t>(count) * sizeof(float));
+  return v;
+}
+
 template <class Vector>
 inline void store(void* target, Vector v) {
   memcpy(target, &v, sizeof v);
