@@ -207,40 +207,47 @@ struct Result {
   const float* residual;
   int64_t outputs;
 
-  // 16 sums of a row, less where the outputs end.
+  float* at(int64_t row, int64_t block) const { return y + row * outputs + block * kLanes; }
+
+  // 16 sums of a row, less where the outputs end; they may lie there already.
   void put(int64_t row, int64_t block, const float* sums) const {
-    const int64_t n = block * kLanes, place = row * outputs + n;
-    if (n + kLanes <= outputs) {
-      const Floats total = load<Floats>(sums);
-      store(y + place, residual ? load<Floats>(residual + place) + total : total);
-    } else {
-      for (int64_t i = 0; n + i < outputs; ++i) y[place + i] = residual ? residual[place + i] + sums[i] : sums[i];
-    }
+    const int64_t count = std::min<int64_t>(kLanes, outputs - block * kLanes);
+    Floats total = load<Floats>(sums);
+    if (residual != nullptr) total += load_some(residual + row * outputs + block * kLanes, count);
+    store_some(at(row, block), total, count);
   }
 };
 
-// The result = x times the transposed weights, added to what is to be added to.
+// The result = x times the transposed weights, plus what is to be added.
 template <class Format, class Pool>
 void multiply(const Operands<Format>& x, const Weights& weights, const Result& result, Pool& pool) {
   const int64_t width = x.as_tiles() ? 2 : kMaxColumns;
-  const auto work = [&](int64_t first, int64_t last) {
+  // Columns of few rows lie as far apart as can be: each is then one long run to read. Those of many lie side by side,
+  // because then writing to as many places costs more; and whole patches matter more than even parts.
+  const bool few = x.rows() <= kLanes;
+  by_units(pool, weights.num_blocks(), weights.block_words() * 4, few ? 1 : width, [&](int64_t first, int64_t last) {
     alignas(64) float sums[kPanelRows][kMaxPatchColumns * kLanes];
-    // Columns lie as far apart as can be, so that each reads one long run.
-    const int64_t distance = (last - first + width - 1) / width;
+    const bool apart = few && last - first > width;
+    const int64_t distance = apart ? (last - first + width - 1) / width : 1;
+    const int64_t end = apart ? first + distance : last, step = apart ? 1 : width;
     for (int64_t row = 0; row < x.rows(); row += kPanelRows) {
       const int64_t rows = std::min(kPanelRows, x.rows() - row);
-      for (int64_t block = first; block < first + distance; ++block) {
-        const int64_t columns = (last - block + distance - 1) / distance;
-        Patch<Format>{x, weights, row, rows, block, columns, distance, &sums[0][0], kMaxPatchColumns * kLanes}
-            .multiply();
+      for (int64_t block = first; block < end; block += step) {
+        const int64_t columns = std::min(width, (last - block + distance - 1) / distance);
+        const bool fits = !apart && (block + columns) * kLanes <= result.outputs &&
+                          (rows % kLanes == 0 || !x.as_tiles());
+        float* target = fits ? result.at(row, block) : &sums[0][0];
+        const int64_t stride = fits ? result.outputs : kMaxPatchColumns * kLanes;
+        Patch<Format>{x, weights, row, rows, block, columns, distance, target, stride}.multiply();
+        if (fits && result.residual == nullptr) continue;
         for (int64_t i = 0; i < rows; ++i) {
-          for (int64_t j = 0; j < columns; ++j) result.put(row + i, block + j * distance, sums[i] + j * kLanes);
+          for (int64_t j = 0; j < columns; ++j) {
+            result.put(row + i, block + j * distance, target + i * stride + j * kLanes);
+          }
         }
       }
     }
-  };
-  // With few rows units need not be whole patches: their number matters more.
-  by_units(pool, weights.num_blocks(), weights.block_words() * 4, x.rows() > kLanes ? width : 1, work);
+  });
 }
 
 enum class Activation : int64_t { kSilu, kGeluTanh };

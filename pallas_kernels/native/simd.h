@@ -144,6 +144,15 @@ inline Halves narrow(Floats v) {
 
 inline Floats widen(Halves v) { return bits<Floats>(__builtin_convertvector(v, Words) << 16); }
 
+// Writes the first `count` of 16 numbers.
+inline void store_some(float* target, Floats v, int64_t count) {
+  if (count >= kLanes) {
+    store(target, v);
+  } else {
+    memcpy(target, &v, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
 // A format says how numbers lie in packed vectors. A packed vector has 16 words; each word holds kPack numbers that are
 // multiplied with kPack operands and summed. Operands are kept as kOperands values a word.
 

@@ -44,7 +44,7 @@ struct TileVectors {
   bool is_new;
 };
 
-constexpr int64_t kTileWordsAhead = 256;  // of a column that is new, that are fetched while others are multiplied
+constexpr int64_t kTileWordsAhead = 256;  // of a new column, that are fetched while others are multiplied
 
 // Sums over `steps` words. Those of 16 vectors lie beside each other, those of the next row `sums_stride` later. Vectors
 // are read past the first cache, as it were: the operands stay there, for the vectors after these.
