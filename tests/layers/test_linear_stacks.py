@@ -83,7 +83,7 @@ def test_norms_and_residuals_go_with_products(matmul: CpuMatmul, bias: bool) -> 
     for layer in range(LAYERS):
         normed = by_hand / np.sqrt((by_hand**2).mean(axis=1, keepdims=True) + 1e-5) * block.norm.weight[...][layer]
         product = normed @ np.asarray(block.linear.weight[...][layer]).T
-        by_hand = by_hand + product + (block.linear.bias[...][layer] if bias else 0)
+        by_hand = by_hand + product + (0 if block.linear.bias is None else block.linear.bias[...][layer])
     np.testing.assert_allclose(expected, by_hand, rtol=1e-3, atol=1e-3)
     use_matmul(block, matmul)
     np.testing.assert_allclose(run(block, x), expected, rtol=1e-4, atol=1e-3)
