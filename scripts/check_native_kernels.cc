@@ -156,14 +156,19 @@ void check_product(const std::string& path, Pool& pool) {
   std::vector<float> y(rows * outputs);
   const auto [data, words] = packed(outputs, inputs);
   const Weights layer{data.data(), outputs, words};
-  project(x.data(), rows, inputs, layer, is_bf16, y.data(), pool);
+  const jpaged::matmul::Input plain{x.data(), rows, inputs, nullptr, 0};
+  project(plain, layer, is_bf16, {y.data(), nullptr, outputs}, pool);
   write(path + ".result", y);
+  // With a norm before and a residual after, whose values tests check.
+  std::vector<float> added(rows * outputs);
+  const jpaged::matmul::Input normed{x.data(), rows, inputs, x.data(), 1e-5f};
+  project(normed, layer, is_bf16, {added.data(), y.data(), outputs}, pool);
   if (outputs % 32 != 0) return;
   // The same numbers once more: as gates and ups in turns, and their first half as what comes after.
   const auto [down_data, down_words] = packed(inputs, outputs / 2);
   std::vector<float> fed(rows * inputs);
-  feed_forward(x.data(), rows, inputs, {layer, 1, Activation::kSilu}, {down_data.data(), inputs, down_words}, is_bf16,
-               fed.data(), pool);
+  feed_forward(plain, {layer, 1, Activation::kSilu}, {down_data.data(), inputs, down_words}, is_bf16,
+               {fed.data(), nullptr, inputs}, pool);
   write(path + ".result-fed", fed);
 }
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jpaged.layers.linear import Linear
+from jpaged.layers.linear import Linear, Norm
 from jpaged.layers.rotary import rotate
 from jpaged.models.spec import ModelSpec
 
@@ -35,7 +35,8 @@ class Attend(Protocol):
 
 
 class Attention(nnx.Module):
-    """Fused q, k, v; rotary positions if given; the paged kernel; the output projection.
+    """The norm of x, if given; fused q, k, v; rotary positions if given; the paged kernel; the output projection, and
+    what is to be added to it.
 
     `qkv` lies as [H, (G + 2) * D, E]: each KV head's query heads, then its key, then its value, so that splitting
     axis H splits whole heads among devices.
@@ -60,9 +61,11 @@ class Attention(nnx.Module):
         *,
         layer: Int[Array, ""],
         rotary: tuple[Float[Array, "T R"], Float[Array, "T R"]] | None = None,
+        norm: Norm | None = None,
+        residual: Float[Array, "T E"] | None = None,
     ) -> tuple[Float[Array, "T E"], Any]:
         spec, tokens, group = self.spec, x.shape[0], self.spec.queries_per_kv
-        fused = self.qkv(x).reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim)
+        fused = self.qkv(x, norm=norm).reshape(tokens, spec.num_kv_heads, group + 2, spec.head_dim)
         qk, v = fused[:, :, : group + 1], fused[:, :, group + 1]
         if rotary is not None:
             qk = rotate(qk, rotary)
@@ -78,4 +81,4 @@ class Attention(nnx.Module):
             soft_cap=None,
             sinks=None,
         )
-        return self.output(out.reshape(tokens, spec.num_heads * spec.head_dim)), pages
+        return self.output(out.reshape(tokens, spec.num_heads * spec.head_dim), residual=residual), pages

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.matmul.cpu import CpuMatmul, unpack_outputs
+from pallas_kernels.matmul.cpu import CpuMatmul, RowNorm, unpack_outputs
 
 
 class WholeStack(nnx.Param):
@@ -23,6 +24,24 @@ class LayerOfStack:
 
     stack: Float[Array, "L ..."]
     layer: Int[Array, ""]
+
+
+class Norm(Protocol):
+    """What a layer normalises its input with."""
+
+    def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T K"]: ...
+
+    def for_product(self) -> RowNorm | None:
+        """The same for a native product of the same layer to do; `None` if it cannot."""
+        ...
+
+
+class MatmulUser(nnx.Module):
+    """A module that leaves work to native products where there are any."""
+
+    def use_matmul(self, matmul: CpuMatmul) -> None:
+        """Hold weights as `matmul` wants them from now on; shapes in their place, too."""
+        raise NotImplementedError
 
 
 def abstract_parameter(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> nnx.Param:
@@ -50,7 +69,7 @@ def project(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array,
     )
 
 
-class Linear(nnx.Module):
+class Linear(MatmulUser):
     """A linear layer: weight [*stack, *outputs, inputs] in the model's dtype, optional bias [*stack, *outputs] in
     float32. `outputs` may have several axes, so that a fused layer can be sharded along the first."""
 
@@ -70,6 +89,8 @@ class Linear(nnx.Module):
 
     def use_matmul(self, matmul: CpuMatmul) -> None:
         """Leaves products to `matmul`: the weights are packed for it, and a stack of them stays whole."""
+        if not matmul.takes(self.weight.get_value().dtype):
+            return
         self.matmul = matmul
         self.weight = WholeStack(matmul.pack(self.weight.get_value(), self.num_layers))
 
@@ -78,20 +99,41 @@ class Linear(nnx.Module):
         weight = self.weight.get_value()
         return (weight.stack, weight.layer) if isinstance(weight, LayerOfStack) else (weight, 0)
 
-    @jax.named_scope("matmul")
-    def __call__(self, x: Float[Array, "T K"]) -> Float[Array, "T ..."]:
-        if self.matmul is not None:
-            y = self.matmul(x, *self.packed(), prod(self.outputs))
-        else:
+    def __call__(
+        self, x: Float[Array, "T K"], *, norm: Norm | None = None, residual: Float[Array, "T N"] | None = None
+    ) -> Float[Array, "T ..."]:
+        """norm(x) times the transposed weight, plus bias, plus residual, as far as there are any."""
+        if self.matmul is None:
+            x = x if norm is None else norm(x)
             # Flat, because XLA transposes (copies) a right-hand side with more than two axes at every step. Joining the
             # output axes keeps a split of the first of them.
             weight = self.weight.get_value()
-            y = project(x, weight.reshape(-1, weight.shape[-1]))
-        y = y.reshape(x.shape[0], *self.outputs)
-        return y if self.bias is None else y + self.bias[...]
+            with jax.named_scope("matmul"):
+                return self.add(project(x, weight.reshape(-1, weight.shape[-1])), residual)
+        x, row_norm = normalise_or_leave(norm, x)
+        fused, rest = (residual, None) if self.bias is None else (None, residual)
+        with jax.named_scope("matmul"):
+            return self.add(
+                self.matmul(x, *self.packed(), prod(self.outputs), norm=row_norm, residual=fused),
+                rest,
+            )
+
+    def add(self, y: Float[Array, "T N"], residual: Float[Array, "T N"] | None) -> Float[Array, "T ..."]:
+        """Bias and residual, as far as there are any, to what a product gave."""
+        y = y.reshape(y.shape[0], *self.outputs)
+        y = y if self.bias is None else y + self.bias[...]
+        return y if residual is None else residual + y
 
 
-class Embedding(nnx.Module):
+def normalise_or_leave(norm: Norm | None, x: Float[Array, "T K"]) -> tuple[Float[Array, "T K"], RowNorm | None]:
+    """x and what a native product has to do with it first; that is nothing if it cannot, and is done here then."""
+    if norm is None:
+        return x, None
+    row_norm = norm.for_product()
+    return (norm(x), None) if row_norm is None else (x, row_norm)
+
+
+class Embedding(MatmulUser):
     """A table [rows, width] in the model's dtype, looked up in float32; also the output head when tied."""
 
     def __init__(self, rows: int, width: int, dtype: jax.typing.DTypeLike):
@@ -101,6 +143,8 @@ class Embedding(nnx.Module):
 
     def use_matmul(self, matmul: CpuMatmul) -> None:
         """Leaves the product with the table to `matmul`, for which it is packed."""
+        if not matmul.takes(self.weight.get_value().dtype):
+            return
         self.matmul = matmul
         self.weight = nnx.Param(matmul.pack(self.weight.get_value()))
 
@@ -120,5 +164,5 @@ class Embedding(nnx.Module):
 def use_matmul(model: nnx.Module, matmul: CpuMatmul) -> None:
     """Leaves all products of a model on one device to `matmul`, and packs its weights, or the shapes in their place."""
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear | Embedding) and matmul.takes(module.weight.get_value().dtype):
+        if isinstance(module, MatmulUser):
             module.use_matmul(matmul)

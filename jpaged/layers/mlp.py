@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jpaged.layers.linear import Linear
+from jpaged.layers.linear import Linear, Norm, normalise_or_leave
 from jpaged.models.spec import ModelSpec
 
 # Every name of jpaged.models.spec.ACTIVATIONS; transformers' "gelu" is the exact one.
@@ -28,7 +28,7 @@ def gate_up_blocks(spec: ModelSpec) -> int:
 
 
 class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020).
+    """down(activation(gate(norm(x))) * up(norm(x))), plus residual, where those are given (Shazeer 2020).
 
     `gate_up` lies as [B, 2 * F / B, E], each of B blocks holding F / B gate rows and then their up rows: one product
     computes both, and splitting axis B splits both among devices.
@@ -41,16 +41,26 @@ class GatedMLP(nnx.Module):
         self.down = Linear(spec.intermediate_size, (spec.hidden_size,), dtype, bias=spec.mlp_bias, stack=stack)
         self.activation = spec.activation
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(
+        self, x: Float[Array, "T E"], *, norm: Norm | None = None, residual: Float[Array, "T E"] | None = None
+    ) -> Float[Array, "T E"]:
         matmul, group = self.gate_up.matmul, self.down.inputs // self.blocks
         if matmul is not None and self.gate_up.bias is None and matmul.gates(group, self.activation):
+            x, row_norm = normalise_or_leave(norm, x)
+            fused, rest = (residual, None) if self.down.bias is None else (None, residual)
+            (gate_up, layer), (down, _) = self.gate_up.packed(), self.down.packed()
             with jax.named_scope("matmul"):
-                (gate_up, layer), (down, _) = self.gate_up.packed(), self.down.packed()
-                y = matmul.feed_forward(x, gate_up, down, layer, group=group, activation=self.activation)
-            return y if self.down.bias is None else y + self.down.bias[...]
-        fused = self.gate_up(x).reshape(x.shape[0], self.blocks, 2, -1)
-        gated = ACTIVATION_FUNCTIONS[self.activation](fused[:, :, 0]) * fused[:, :, 1]
-        return self.down(gated.reshape(x.shape[0], -1))
+                y = matmul.feed_forward(
+                    *(x, gate_up, down, layer),
+                    group=group,
+                    activation=self.activation,
+                    norm=row_norm,
+                    residual=fused,
+                )
+                return self.down.add(y, rest)
+        gates_and_ups = self.gate_up(x, norm=norm).reshape(x.shape[0], self.blocks, 2, -1)
+        gated = ACTIVATION_FUNCTIONS[self.activation](gates_and_ups[:, :, 0]) * gates_and_ups[:, :, 1]
+        return self.down(gated.reshape(x.shape[0], -1), residual=residual)
 
 
 class MLP(nnx.Module):

@@ -5,10 +5,11 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from jpaged.layers.linear import abstract_parameter
+from jpaged.layers.linear import LayerOfStack, MatmulUser, WholeStack, abstract_parameter
+from pallas_kernels.matmul.cpu import CpuMatmul, RowNorm
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(MatmulUser):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, eps: float, *, stack: tuple[int, ...] = ()):
@@ -16,7 +17,19 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * self.weight[...]
+        weight = self.weight.get_value()
+        if isinstance(weight, LayerOfStack):
+            weight = weight.stack[weight.layer]
+        return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps) * weight
+
+    def use_matmul(self, matmul: CpuMatmul) -> None:
+        """Have the product that follows read the weights: those of a stack stay whole."""
+        if self.weight.get_value().ndim > 1:
+            self.weight = WholeStack(self.weight.get_value())
+
+    def for_product(self) -> RowNorm | None:
+        weight = self.weight.get_value()
+        return RowNorm(weight.stack, self.eps) if isinstance(weight, LayerOfStack) else None
 
 
 class LayerNorm(nnx.Module):

@@ -49,9 +49,11 @@ class LlamaLayer(nnx.Module):
         self.mlp = GatedMLP(spec, dtype, stack)
 
     def __call__(self, hidden: Float[Array, "T E"], pages: Any, attend: Attend, layer, rotary):
-        attended, pages = self.attention(self.attention_norm(hidden), pages, attend, layer=layer, rotary=rotary)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden)), pages
+        # Each half takes its norm and its residual with it: a native product does them on the way.
+        hidden, pages = self.attention(
+            hidden, pages, attend, layer=layer, rotary=rotary, norm=self.attention_norm, residual=hidden
+        )
+        return self.mlp(hidden, norm=self.mlp_norm, residual=hidden), pages
 
 
 class Llama(nnx.Module):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ SOURCE = Path(__file__).with_name("cpu_matmul.cc")
 _BLOCK_OUTPUTS = 16
 _ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
 _BLOCK_WORDS = 16  # of bfloat16, the words of an output are a multiple of this: a tile is as wide
+_NOTHING = np.zeros(0, np.float32)  # where a norm's weights or a residual would be
+
+
+class RowNorm(NamedTuple):
+    """Rows are divided by sqrt(mean(x^2) + eps) and multiplied with the layer's weights, float32 [L, K], beforehand."""
+
+    weights: jax.Array | np.ndarray
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,9 @@ class CpuMatmul:
 
     XLA would copy the layer out of the stack first, pads few rows, and is slower with many. bfloat16 weights meet x
     rounded to bfloat16, sums are float32. `layer` may be traced. One device only: XLA does not know how to split it.
+
+    What comes before and after takes XLA longer than the few numbers of a decode step are worth: a `norm` of x, and a
+    `residual` [T, N] that the result is added to.
     """
 
     name: str  # of the instruction set
@@ -59,28 +71,58 @@ class CpuMatmul:
             return jax.ShapeDtypeStruct(shape, weights.dtype)
         return _packer(self.name, (num_layers, num_outputs, num_inputs), shape, weights.dtype)(weights)
 
-    def __call__(self, x: jax.Array, packed: jax.Array, layer: jax.Array | int, num_outputs: int) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        packed: jax.Array,
+        layer: jax.Array | int,
+        num_outputs: int,
+        *,
+        norm: RowNorm | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
         result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), jnp.float32)
         call = jax.ffi.ffi_call(f"jpaged_project_{self.name}", result)
-        return call(x.astype(jnp.float32), packed, jnp.asarray(layer, jnp.int32))
+        norm = norm or RowNorm(_NOTHING, 0.0)
+        return call(
+            x.astype(jnp.float32),
+            packed,
+            jnp.asarray(layer, jnp.int32),
+            norm.weights,
+            _NOTHING if residual is None else residual,
+            eps=np.float32(norm.eps),
+        )
 
     def gates(self, group: int, activation: str) -> bool:
         """Whether `feed_forward` can be used for this activation and so many features in a row."""
         return activation in _ACTIVATIONS and group % _BLOCK_OUTPUTS == 0
 
     def feed_forward(
-        self, x: jax.Array, gate_up: jax.Array, down: jax.Array, layer: jax.Array | int, *, group: int, activation: str
+        self,
+        x: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        layer: jax.Array | int,
+        *,
+        group: int,
+        activation: str,
+        norm: RowNorm | None = None,
+        residual: jax.Array | None = None,
     ) -> jax.Array:
         """down(activation(gate(x)) * up(x)) for float32 [T, E]; outputs of gate_up are `group` gates, then as many ups,
         in turns. What lies between is rounded to the weights' dtype."""
         call = jax.ffi.ffi_call(f"jpaged_feed_forward_{self.name}", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        norm = norm or RowNorm(_NOTHING, 0.0)
         return call(
             x.astype(jnp.float32),
             gate_up,
             down,
             jnp.asarray(layer, jnp.int32),
+            norm.weights,
+            _NOTHING if residual is None else residual,
             group=np.int64(group // _BLOCK_OUTPUTS),
             activation=np.int64(_ACTIVATIONS[activation]),
+            eps=np.float32(norm.eps),
         )
 
 

@@ -8,6 +8,7 @@
 // is all the time there is, read them in order. AMX takes both as they lie. With many rows the time goes into reading
 // and writing activations: what lies between the two products of a feed-forward block never leaves the cache as float32.
 
+#include <cmath>
 #include <type_traits>
 
 #include "memory.h"
@@ -21,10 +22,11 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kUnitBytes = 256 << 10;   // weights of a unit of work, at most: long runs are read faster
+constexpr int64_t kUnitBytes = 512 << 10;   // weights of a unit of work, about: long runs are read faster
 constexpr int64_t kUnitsPerThread = 2;      // at least, so that no thread waits long for another
 constexpr int64_t kPanelRows = 2 * kLanes;  // rows that meet a unit's weights at once
 constexpr int64_t kSerialRows = 16;         // of x, that one thread converts
+constexpr int64_t kWordsAhead = 512;         // of a run of weights, that are fetched while others are multiplied
 constexpr int64_t kMaxPatchColumns = std::max(2, kMaxColumns);
 
 #if defined(JPAGED_BF16_DOT)
@@ -41,6 +43,15 @@ struct Weights {
   int64_t num_blocks() const { return (outputs + kLanes - 1) / kLanes; }
   int64_t block_words() const { return words * kLanes; }
   const uint32_t* block_at(int64_t block) const { return data + block * block_words(); }
+};
+
+// Rows [rows, count], and how they are normalised before they are multiplied: each is divided by the root of the mean of
+// its squares, plus eps under it, and multiplied with the weights; not at all if those are null.
+struct Input {
+  const float* x;
+  int64_t rows, count;
+  const float* norm_weights;
+  float eps;
 };
 
 // Rows as operands of packed weights.
@@ -82,27 +93,35 @@ class Operands {
     store_operands<Format>(target, numbers);
   }
 
-  // All of a row, with zeros behind.
-  void put_row(int64_t row, const float* x, int64_t count) const {
-    const int64_t padded = stride_ / Format::kOperands * Format::kPack;
-    int64_t k = 0;
-    for (; k + kLanes <= count; k += kLanes) put(row, k, load<Floats>(x + k));
-    for (; k < padded; k += kLanes) {
-      float rest[kLanes] = {};
-      std::copy(x + k, x + std::clamp<int64_t>(count, k, k + kLanes), rest);
-      put(row, k, load<Floats>(rest));
-    }
-  }
-
   template <class Pool>
-  void put_rows(const float* x, int64_t count, Pool& pool) const {
+  void put_rows(const Input& input, Pool& pool) const {
     parallel_for(pool, (rows_ + kSerialRows - 1) / kSerialRows, [&](int64_t unit) {
       const int64_t end = std::min(rows_, (unit + 1) * kSerialRows);
-      for (int64_t row = unit * kSerialRows; row < end; ++row) put_row(row, x + row * count, count);
+      for (int64_t row = unit * kSerialRows; row < end; ++row) put_row(row, input);
     });
   }
 
  private:
+  // All of a row, with zeros behind.
+  void put_row(int64_t row, const Input& input) const {
+    const float* x = input.x + row * input.count;
+    const int64_t padded = stride_ / Format::kOperands * Format::kPack;
+    if (input.norm_weights == nullptr) {
+      for (int64_t k = 0; k < padded; k += kLanes) put(row, k, load_some(x + k, input.count - k));
+      return;
+    }
+    Floats squares = {};
+    for (int64_t k = 0; k < input.count; k += kLanes) {
+      const Floats numbers = load_some(x + k, input.count - k);
+      squares += numbers * numbers;
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(input.count) + input.eps);
+    for (int64_t k = 0; k < padded; k += kLanes) {
+      const int64_t rest = input.count - k;
+      put(row, k, load_some(x + k, rest) * scale * load_some(input.norm_weights + k, rest));
+    }
+  }
+
   int64_t rows_, stride_;
   Operand* data_;
 };
@@ -121,10 +140,10 @@ class Patch {
 #if defined(JPAGED_TILES)
     if constexpr (std::is_same_v<Format, Bfloat16Dot>) {
       if (x.as_tiles()) {
-        const uint32_t* next = row == 0 && block + 4 <= weights.num_blocks() ? weights.block_at(block + 2) : nullptr;
-        return tile_product(x.row_at(row), kLanes * x.stride(), weights.block_at(block),
-                            distance * weights.block_words(), weights.words, (rows + kLanes - 1) / kLanes, columns, next,
-                            sums, sums_stride);
+        return tile_product(
+            {x.row_at(row), kLanes * x.stride(), (rows + kLanes - 1) / kLanes},
+            {weights.block_at(block), distance * weights.block_words(), columns, /*is_new=*/row == 0}, weights.words,
+            sums, sums_stride);
       }
     }
 #endif
@@ -153,6 +172,7 @@ class Patch {
     for (int i = 0; i < kRows; ++i) operands[i] = x.row_at(row + first + i);
     for (int64_t word = 0; word < weights.words; ++word) {
       for (int j = 0; j < kColumns; ++j) {
+        __builtin_prefetch(vectors[j] + word * kLanes + kWordsAhead);
         const auto vector = Format::read(vectors[j] + word * kLanes);
         for (int i = 0; i < kRows; ++i) {
           totals[i][j] = Format::multiply_add(totals[i][j], vector, operands[i] + word * Format::kOperands);
@@ -165,38 +185,66 @@ class Patch {
   }
 };
 
-// Calls body(first, last) for parts of `count` things that are `bytes` each.
+// Calls body(first, last) for parts of `count` things that are `bytes` each; parts are multiples of `width`, but for the
+// last one.
 template <class Pool, class Body>
-void by_units(Pool& pool, int64_t count, int64_t bytes, const Body& body) {
-  const int64_t fair = count / (kUnitsPerThread * std::max<int64_t>(1, pool.num_threads()));
-  // Whole patches.
-  const int64_t width = std::max<int64_t>(1, std::min(fair, kUnitBytes / bytes) / kMaxPatchColumns) * kMaxPatchColumns;
-  parallel_for(pool, (count + width - 1) / width, [&](int64_t unit) {
+void by_units(Pool& pool, int64_t count, int64_t bytes, int64_t width, const Body& body) {
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads()), patches = (count + width - 1) / width;
+  const int64_t rounds = std::max(kUnitsPerThread, (count * bytes + threads * kUnitBytes - 1) / (threads * kUnitBytes));
+  // As many for each thread, and as large as each other.
+  const int64_t units = std::min(patches, threads * rounds);
+  parallel_for(pool, units, [&](int64_t unit) {
 #if defined(JPAGED_TILES)
     const TileShapes shapes(kLanes);
 #endif
-    body(unit * width, std::min(count, (unit + 1) * width));
+    body(unit * patches / units * width, std::min(count, (unit + 1) * patches / units * width));
   });
 }
 
-// y [rows, outputs] = x times the transposed weights.
+// Where products go: y [rows, outputs], and what is added to them, or null.
+struct Result {
+  float* y;
+  const float* residual;
+  int64_t outputs;
+
+  float* at(int64_t row, int64_t block) const { return y + row * outputs + block * kLanes; }
+
+  // 16 sums of a row, less where the outputs end; they may lie there already.
+  void put(int64_t row, int64_t block, const float* sums) const {
+    const int64_t count = std::min<int64_t>(kLanes, outputs - block * kLanes);
+    Floats total = load<Floats>(sums);
+    if (residual != nullptr) total += load_some(residual + row * outputs + block * kLanes, count);
+    store_some(at(row, block), total, count);
+  }
+};
+
+// The result = x times the transposed weights, plus what is to be added.
 template <class Format, class Pool>
-void multiply(const Operands<Format>& x, const Weights& weights, float* y, Pool& pool) {
+void multiply(const Operands<Format>& x, const Weights& weights, const Result& result, Pool& pool) {
   const int64_t width = x.as_tiles() ? 2 : kMaxColumns;
-  by_units(pool, weights.num_blocks(), weights.block_words() * 4, [&](int64_t first, int64_t last) {
+  // Columns of few rows lie as far apart as can be: each is then one long run to read. Those of many lie side by side,
+  // because then writing to as many places costs more; and whole patches matter more than even parts.
+  const bool few = x.rows() <= kLanes;
+  by_units(pool, weights.num_blocks(), weights.block_words() * 4, few ? 1 : width, [&](int64_t first, int64_t last) {
     alignas(64) float sums[kPanelRows][kMaxPatchColumns * kLanes];
+    const bool apart = few && last - first > width;
+    const int64_t distance = apart ? (last - first + width - 1) / width : 1;
+    const int64_t end = apart ? first + distance : last, step = apart ? 1 : width;
     for (int64_t row = 0; row < x.rows(); row += kPanelRows) {
       const int64_t rows = std::min(kPanelRows, x.rows() - row);
-      for (int64_t block = first; block < last; block += width) {
-        const int64_t n = block * kLanes, columns = std::min(width, last - block);
-        const int64_t outputs = std::min(columns * kLanes, weights.outputs - n);
-        float* target = y + row * weights.outputs + n;
-        const bool fits = outputs == columns * kLanes && (rows % kLanes == 0 || !x.as_tiles());
-        Patch<Format>{x, weights, row, rows, block, columns, 1, fits ? target : &sums[0][0],
-                      fits ? weights.outputs : kMaxPatchColumns * kLanes}
-            .multiply();
-        if (fits) continue;
-        for (int64_t i = 0; i < rows; ++i) std::copy(sums[i], sums[i] + outputs, target + i * weights.outputs);
+      for (int64_t block = first; block < end; block += step) {
+        const int64_t columns = std::min(width, (last - block + distance - 1) / distance);
+        const bool fits = !apart && (block + columns) * kLanes <= result.outputs &&
+                          (rows % kLanes == 0 || !x.as_tiles());
+        float* target = fits ? result.at(row, block) : &sums[0][0];
+        const int64_t stride = fits ? result.outputs : kMaxPatchColumns * kLanes;
+        Patch<Format>{x, weights, row, rows, block, columns, distance, target, stride}.multiply();
+        if (fits && result.residual == nullptr) continue;
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t j = 0; j < columns; ++j) {
+            result.put(row + i, block + j * distance, target + i * stride + j * kLanes);
+          }
+        }
       }
     }
   });
@@ -222,7 +270,7 @@ struct GatedWeights {
 template <class Format, class Pool>
 void multiply_gated(const Operands<Format>& x, const GatedWeights& gate_up, const Operands<Format>& gated, Pool& pool) {
   const Weights& weights = gate_up.weights;
-  by_units(pool, weights.num_blocks() / 2, weights.block_words() * 8, [&](int64_t first, int64_t last) {
+  by_units(pool, weights.num_blocks() / 2, weights.block_words() * 8, 1, [&](int64_t first, int64_t last) {
     alignas(64) float sums[kPanelRows][2 * kLanes];
     for (int64_t row = 0; row < x.rows(); row += kPanelRows) {
       const int64_t rows = std::min(kPanelRows, x.rows() - row);
@@ -239,40 +287,40 @@ void multiply_gated(const Operands<Format>& x, const GatedWeights& gate_up, cons
 }
 
 template <class Format, class Pool>
-void project_as(const float* x, int64_t rows, int64_t inputs, const Weights& weights, float* y, Pool& pool) {
+void project_as(const Input& input, const Weights& weights, const Result& result, Pool& pool) {
   static thread_local Scratch<typename Format::Operand> scratch;
-  const Operands<Format> operands(scratch, rows, weights.words);
-  operands.put_rows(x, inputs, pool);
-  multiply(operands, weights, y, pool);
+  const Operands<Format> operands(scratch, input.rows, weights.words);
+  operands.put_rows(input, pool);
+  multiply(operands, weights, result, pool);
 }
 
 template <class Format, class Pool>
-void feed_forward_as(const float* x, int64_t rows, int64_t inputs, const GatedWeights& gate_up, const Weights& down,
-                     float* y, Pool& pool) {
+void feed_forward_as(const Input& input, const GatedWeights& gate_up, const Weights& down, const Result& result,
+                     Pool& pool) {
   static thread_local Scratch<typename Format::Operand> scratch, gated_scratch;
-  const Operands<Format> operands(scratch, rows, gate_up.weights.words);
-  operands.put_rows(x, inputs, pool);
-  const Operands<Format> gated(gated_scratch, rows, down.words);
+  const Operands<Format> operands(scratch, input.rows, gate_up.weights.words);
+  operands.put_rows(input, pool);
+  const Operands<Format> gated(gated_scratch, input.rows, down.words);
   // An odd number of blocks of features leaves half a tile empty.
   const int64_t features = gate_up.weights.outputs / 2;
   for (int64_t k = features; k < down.words * Format::kPack; k += kLanes) {
-    for (int64_t row = 0; row < rows; ++row) gated.put(row, k, Floats{});
+    for (int64_t row = 0; row < input.rows; ++row) gated.put(row, k, Floats{});
   }
   multiply_gated(operands, gate_up, gated, pool);
-  multiply(gated, down, y, pool);
+  multiply(gated, down, result, pool);
 }
 
 template <class Pool>
-void project(const float* x, int64_t rows, int64_t inputs, const Weights& weights, bool is_bf16, float* y, Pool& pool) {
-  is_bf16 ? project_as<Bfloat16Weights>(x, rows, inputs, weights, y, pool)
-          : project_as<Float32>(x, rows, inputs, weights, y, pool);
+void project(const Input& input, const Weights& weights, bool is_bf16, const Result& result, Pool& pool) {
+  is_bf16 ? project_as<Bfloat16Weights>(input, weights, result, pool)
+          : project_as<Float32>(input, weights, result, pool);
 }
 
 template <class Pool>
-void feed_forward(const float* x, int64_t rows, int64_t inputs, const GatedWeights& gate_up, const Weights& down,
-                  bool is_bf16, float* y, Pool& pool) {
-  is_bf16 ? feed_forward_as<Bfloat16Weights>(x, rows, inputs, gate_up, down, y, pool)
-          : feed_forward_as<Float32>(x, rows, inputs, gate_up, down, y, pool);
+void feed_forward(const Input& input, const GatedWeights& gate_up, const Weights& down, bool is_bf16,
+                  const Result& result, Pool& pool) {
+  is_bf16 ? feed_forward_as<Bfloat16Weights>(input, gate_up, down, result, pool)
+          : feed_forward_as<Float32>(input, gate_up, down, result, pool);
 }
 
 // Weights [layers, N, K] as 16-bit or 32-bit numbers, and where they are packed.
@@ -327,24 +375,38 @@ Weights layer_of(ffi::AnyBuffer packed, int64_t layer, int64_t outputs) {
   return {data + layer * blocks * words * kLanes, outputs, words};
 }
 
-// x float32 [T, K]; weights packed; y float32 [T, N].
+// Rows, and the layer's weights of the norm before them, if there is one.
+Input input_of(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> norm_weights, int64_t layer, float eps) {
+  const int64_t count = x.dimensions()[1];
+  return {x.typed_data(), x.dimensions()[0], count,
+          norm_weights.element_count() ? norm_weights.typed_data() + layer * count : nullptr, eps};
+}
+
+Result result_of(ffi::Result<ffi::Buffer<ffi::F32>> y, ffi::Buffer<ffi::F32> residual) {
+  return {y->typed_data(), residual.element_count() ? residual.typed_data() : nullptr, y->dimensions()[1]};
+}
+
+// x float32 [T, K]; weights packed; norm_weights [layers, K] or empty; residual [T, N] or empty; y float32 [T, N].
 ffi::Error project_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weights,
-                        ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y) {
-  project(x.typed_data(), x.dimensions()[0], x.dimensions()[1],
-          layer_of(weights, *layer.typed_data(), y->dimensions()[1]), weights.element_type() == ffi::DataType::BF16,
-          y->typed_data(), pool);
+                        ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> norm_weights,
+                        ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y, float eps) {
+  const int64_t index = *layer.typed_data();
+  project(input_of(x, norm_weights, index, eps), layer_of(weights, index, y->dimensions()[1]),
+          weights.element_type() == ffi::DataType::BF16, result_of(y, residual), pool);
   return ffi::Error::Success();
 }
 
-// x float32 [T, E]; gate_up and down packed, of 2 F and E outputs; y float32 [T, E].
+// x float32 [T, E]; gate_up and down packed, of 2 F and E outputs; norm_weights [layers, E] or empty; residual [T, E] or
+// empty; y float32 [T, E].
 ffi::Error feed_rows_forward(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer gate_up, ffi::AnyBuffer down,
-                             ffi::Buffer<ffi::S32> layer, ffi::ResultBuffer<ffi::F32> y, int64_t group,
-                             int64_t activation) {
+                             ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::F32> norm_weights,
+                             ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y, int64_t group,
+                             int64_t activation, float eps) {
   const int64_t index = *layer.typed_data();
   const GatedWeights gated{layer_of(gate_up, index, gate_up.dimensions()[1] * kLanes), group,
                            static_cast<Activation>(activation)};
-  feed_forward(x.typed_data(), x.dimensions()[0], x.dimensions()[1], gated, layer_of(down, index, y->dimensions()[1]),
-               down.element_type() == ffi::DataType::BF16, y->typed_data(), pool);
+  feed_forward(input_of(x, norm_weights, index, eps), gated, layer_of(down, index, y->dimensions()[1]),
+               down.element_type() == ffi::DataType::BF16, result_of(y, residual), pool);
   return ffi::Error::Success();
 }
 
@@ -363,7 +425,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_project, jpaged::matmul::project_rows,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_feed_forward, jpaged::matmul::feed_rows_forward,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
@@ -371,7 +436,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jpaged_feed_forward, jpaged::matmul::feed_rows_for
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<int64_t>("group")
-                                  .Attr<int64_t>("activation"));
+                                  .Attr<int64_t>("activation")
+                                  .Attr<float>("eps"));
 #pragma GCC visibility pop

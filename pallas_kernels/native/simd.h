@@ -48,6 +48,14 @@ inline Vector load(const void* source) {
   return v;
 }
 
+// The first `count` of 16 numbers, and zeros.
+inline Floats load_some(const float* source, int64_t count) {
+  if (count >= kLanes) return load<Floats>(source);
+  Floats v = {};
+  if (count > 0) memcpy(&v, source, static_cast<size_t>(count) * sizeof(float));
+  return v;
+}
+
 template <class Vector>
 inline void store(void* target, Vector v) {
   memcpy(target, &v, sizeof v);
@@ -135,6 +143,15 @@ inline Halves narrow(Floats v) {
 }
 
 inline Floats widen(Halves v) { return bits<Floats>(__builtin_convertvector(v, Words) << 16); }
+
+// Writes the first `count` of 16 numbers.
+inline void store_some(float* target, Floats v, int64_t count) {
+  if (count >= kLanes) {
+    store(target, v);
+  } else {
+    memcpy(target, &v, static_cast<size_t>(count) * sizeof(float));
+  }
+}
 
 // A format says how numbers lie in packed vectors. A packed vector has 16 words; each word holds kPack numbers that are
 // multiplied with kPack operands and summed. Operands are kept as kOperands values a word.

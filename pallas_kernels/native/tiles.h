@@ -22,36 +22,53 @@ class TileShapes {
     shapes.rows[6] = kLanes;
     shapes.rows[7] = static_cast<uint8_t>(words);
     shapes.row_bytes[5] = static_cast<uint16_t>(4 * words);
+    // GCC takes the instruction to read the first 8 bytes alone, and may leave out the writes of the others.
+    asm volatile("" : : "m"(shapes));
     _tile_loadconfig(&shapes);
   }
   TileShapes(const TileShapes&) = delete;
   ~TileShapes() { _tile_release(); }
 };
 
-// Sums over `steps` words, for one or two blocks of 16 rows of operands and one or two columns of vectors, which lie
-// `block_stride` and `column_stride` words apart. Operands lie as tiles do: 16 rows of 16 words, then the next 16 words.
-// Sums of 16 vectors lie beside each other, those of the next row `sums_stride` later. Fetches as many vectors from
-// `next` on meanwhile, unless it is null. Vectors are read past the first cache, as it were: the operands stay there, for
-// the vectors after these.
-inline void tile_product(const uint32_t* operands, int64_t block_stride, const uint32_t* vectors, int64_t column_stride,
-                         int64_t steps, int64_t blocks, int64_t columns, const uint32_t* next, float* sums,
+// One or two blocks of 16 rows of operands, `distance` words apart. They lie as tiles do: 16 rows of 16 words, then the
+// next 16 words.
+struct TileOperands {
+  const uint32_t* data;
+  int64_t distance, blocks;
+};
+
+// One or two columns of vectors, `distance` words apart; `is_new` if they have yet to come from memory.
+struct TileVectors {
+  const uint32_t* data;
+  int64_t distance, columns;
+  bool is_new;
+};
+
+constexpr int64_t kTileWordsAhead = 256;  // of a new column, that are fetched while others are multiplied
+
+// Sums over `steps` words. Those of 16 vectors lie beside each other, those of the next row `sums_stride` later. Vectors
+// are read past the first cache, as it were: the operands stay there, for the vectors after these.
+inline void tile_product(const TileOperands& x, const TileVectors& vectors, int64_t steps, float* sums,
                          int64_t sums_stride) {
-  const uint32_t* others = operands + block_stride;
   const auto run = [&]<int kBlocks, int kColumns>() {
+    const uint32_t *others = x.data + x.distance, *second = vectors.data + vectors.distance;
     _tile_zero(0);
     if constexpr (kColumns > 1) _tile_zero(1);
     if constexpr (kBlocks > 1) _tile_zero(2);
     if constexpr (kBlocks > 1 && kColumns > 1) _tile_zero(3);
     for (int64_t step = 0; step < steps; step += kLanes) {
-      if (next != nullptr) {
-        const uint32_t* lines = next + step * kColumns * kLanes;
-        for (int line = 0; line < kColumns * kLanes; ++line) __builtin_prefetch(lines + line * kLanes, 0, 2);
+      if (vectors.is_new) {
+        const uint32_t* ahead = vectors.data + step * kLanes + kTileWordsAhead;
+        for (int line = 0; line < kLanes; ++line) {
+          __builtin_prefetch(ahead + line * kLanes, 0, 2);
+          if constexpr (kColumns > 1) __builtin_prefetch(ahead + vectors.distance + line * kLanes, 0, 2);
+        }
       }
-      _tile_loadd(4, operands + step * kLanes, 64);
-      _tile_stream_loadd(6, vectors + step * kLanes, 64);
+      _tile_loadd(4, x.data + step * kLanes, 64);
+      _tile_stream_loadd(6, vectors.data + step * kLanes, 64);
       _tile_dpbf16ps(0, 4, 6);
       if constexpr (kColumns > 1) {
-        _tile_stream_loadd(7, vectors + column_stride + step * kLanes, 64);
+        _tile_stream_loadd(7, second + step * kLanes, 64);
         _tile_dpbf16ps(1, 4, 7);
       }
       if constexpr (kBlocks > 1) {
@@ -67,10 +84,10 @@ inline void tile_product(const uint32_t* operands, int64_t block_stride, const u
     if constexpr (kBlocks > 1) _tile_stored(2, other_sums, sums_bytes);
     if constexpr (kBlocks > 1 && kColumns > 1) _tile_stored(3, other_sums + kLanes, sums_bytes);
   };
-  if (blocks > 1) {
-    columns > 1 ? run.template operator()<2, 2>() : run.template operator()<2, 1>();
+  if (x.blocks > 1) {
+    vectors.columns > 1 ? run.template operator()<2, 2>() : run.template operator()<2, 1>();
   } else {
-    columns > 1 ? run.template operator()<1, 2>() : run.template operator()<1, 1>();
+    vectors.columns > 1 ? run.template operator()<1, 2>() : run.template operator()<1, 1>();
   }
 }
 

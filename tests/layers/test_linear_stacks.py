@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jpaged.layers.linear import Embedding, Linear, use_matmul
+from jpaged.layers.linear import Embedding, Linear, WholeStack, use_matmul
 from jpaged.layers.mlp import GatedMLP
+from jpaged.layers.norm import RMSNorm
 from jpaged.layers.stack import scan_layers
 from jpaged.models.spec import spec_from_config
 from pallas_kernels.matmul.cpu import CpuMatmul
@@ -27,7 +28,7 @@ class Block(nnx.Module):
         return jnp.tanh(y.reshape(x.shape))
 
 
-def filled(module: nnx.Module, seed: int) -> nnx.Module:
+def filled[M: nnx.Module](module: M, seed: int) -> M:
     rng = np.random.default_rng(seed)
     for _, parameter in nnx.iter_graph(module):
         if isinstance(parameter, nnx.Param):
@@ -60,9 +61,50 @@ def test_scan_over_whole_stacks(matmul: CpuMatmul, bias: bool, rows: int) -> Non
     np.testing.assert_allclose(run(block, x), expected, rtol=1e-4, atol=1e-4)
 
 
+class NormedBlock(nnx.Module):
+    def __init__(self, bias: bool):
+        self.norm = RMSNorm(FEATURES, 1e-5, stack=(LAYERS,))
+        self.linear = Linear(FEATURES, (FEATURES,), jnp.float32, bias=bias, stack=(LAYERS,))
+
+    def __call__(self, x):
+        return self.linear(x, norm=self.norm, residual=x)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_and_residuals_go_with_products(matmul: CpuMatmul, bias: bool) -> None:
+    x = np.random.default_rng(1).standard_normal((5, FEATURES), np.float32)
+
+    def run(block, x):
+        return scan_layers(block, LAYERS, lambda layer, x, pages, index: (layer(x), pages), x, ())[0]
+
+    block = filled(NormedBlock(bias), 0)
+    expected = run(block, x)
+    by_hand = np.asarray(x)
+    for layer in range(LAYERS):
+        normed = by_hand / np.sqrt((by_hand**2).mean(axis=1, keepdims=True) + 1e-5) * block.norm.weight[...][layer]
+        product = normed @ np.asarray(block.linear.weight[...][layer]).T
+        by_hand = by_hand + product + (0 if block.linear.bias is None else block.linear.bias[...][layer])
+    np.testing.assert_allclose(expected, by_hand, rtol=1e-3, atol=1e-3)
+    use_matmul(block, matmul)
+    np.testing.assert_allclose(run(block, x), expected, rtol=1e-4, atol=1e-3)
+    # What XLA is left with is the loop: no root is taken outside the product.
+    assert "rsqrt" not in jax.jit(lambda x: run(block, x)).lower(x).as_text()
+
+
+def test_a_whole_stack_of_norms_still_normalises() -> None:
+    norm = filled(RMSNorm(FEATURES, 1e-5, stack=(LAYERS,)), 0)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, FEATURES), np.float32))
+
+    def run():
+        return scan_layers(norm, LAYERS, lambda layer, x, pages, index: (layer(x), pages), x, ())[0]
+
+    expected = run()
+    norm.weight = WholeStack(norm.weight[...])
+    np.testing.assert_array_equal(run(), expected)
+
+
 def test_the_head(matmul: CpuMatmul) -> None:
     head = filled(Embedding(50, FEATURES, jnp.float32), 2)
-    assert isinstance(head, Embedding)
     x = np.random.default_rng(3).standard_normal((4, FEATURES), np.float32)
     ids = jnp.array([0, 17, 49, 16, 15, 49])
     expected, embedded = head.logits(jnp.asarray(x)), head(ids)
@@ -86,6 +128,10 @@ def test_a_gated_block(matmul: CpuMatmul, activation: str, blocks: int, bias: bo
     spec = spec_from_config(config)
     mlp = filled(GatedMLP(spec, jnp.float32, ()), 4)
     x = np.random.default_rng(5).standard_normal((40, spec.hidden_size), np.float32) / 8
-    expected = mlp(jnp.asarray(x))
+    norm = filled(RMSNorm(spec.hidden_size, 1e-5), 6)
+    expected = mlp(jnp.asarray(x)), mlp(jnp.asarray(x), norm=norm, residual=jnp.asarray(x))
+    np.testing.assert_allclose(expected[1], x + mlp(norm(jnp.asarray(x))), rtol=1e-5, atol=1e-4)
     use_matmul(mlp, matmul)
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(mlp(jnp.asarray(x)), expected[0], rtol=1e-4, atol=1e-3)
+    got = mlp(jnp.asarray(x), norm=norm, residual=jnp.asarray(x))
+    np.testing.assert_allclose(got, expected[1], rtol=1e-4, atol=1e-5 * np.abs(expected[1]).max())

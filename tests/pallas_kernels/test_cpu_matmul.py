@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jpaged.layers.mlp import ACTIVATION_FUNCTIONS
-from pallas_kernels.matmul.cpu import CpuMatmul, unpack_outputs
+from pallas_kernels.matmul.cpu import CpuMatmul, RowNorm, unpack_outputs
 from pallas_kernels.native import build as native
 
 try:
@@ -50,6 +50,23 @@ def test_a_product_with_one_layer(matmul: CpuMatmul, shape: tuple[int, int, int]
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
+def normalised(x: np.ndarray, weights: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weights
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 130, 64), (2, 160, 40), (9, 49, 67), (16, 64, 576), (40, 96, 64)], ids=str)
+def test_a_norm_before_and_a_residual_after(matmul: CpuMatmul, shape: tuple[int, int, int], dtype: str) -> None:
+    x, weights = inputs(shape, dtype)
+    norm_weights, residual, eps = random_rows(4, 3, shape[2]), random_rows(5, *shape[:2]), 0.5
+    norm = RowNorm(jnp.asarray(norm_weights), eps)
+    got = matmul(jnp.asarray(x), matmul.pack(weights, 3), 1, shape[1], norm=norm, residual=jnp.asarray(residual))
+    wanted = residual + expected(normalised(x, norm_weights[1], eps), weights, 1)
+    # A last bit of the norm may tip how a number is rounded to bfloat16.
+    limit = (1e-5 if dtype == "float32" else 2e-3) * np.abs(wanted).max()
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=limit)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(5, 70, 33), (1, 16, 64)], ids=str)
 def test_packed_weights_come_back_as_they_were(matmul: CpuMatmul, shape: tuple[int, int, int], dtype: str) -> None:
@@ -79,6 +96,19 @@ def test_a_gated_block(matmul: CpuMatmul, rows: int, features: int, group: int, 
     wanted = expected(np.asarray(ACTIVATION_FUNCTIONS[activation](gates) * ups), down, 2)
     limits = (1e-5 if dtype == "float32" else 1e-2) * np.abs(wanted).max(axis=1, keepdims=True)
     assert (np.abs(got - wanted) <= limits).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_a_gated_block_with_norm_and_residual(matmul: CpuMatmul, rows: int) -> None:
+    width, features, eps = 40, 64, 0.5
+    x, norm_weights = random_rows(rows, rows, width), random_rows(4, 3, width)
+    gate_up, down = jnp.asarray(random_rows(2, 3, 2 * features, width)), jnp.asarray(random_rows(3, 3, width, features))
+    packed = matmul.pack(gate_up, 3), matmul.pack(down, 3)
+    keywords = {"group": features, "activation": "silu"}
+    norm = RowNorm(jnp.asarray(norm_weights), eps)
+    got = matmul.feed_forward(jnp.asarray(x), *packed, 2, **keywords, norm=norm, residual=jnp.asarray(x))
+    wanted = x + matmul.feed_forward(jnp.asarray(normalised(x, norm_weights[2], eps)), *packed, 2, **keywords)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_what_no_gated_block_can_be_made_of() -> None:
