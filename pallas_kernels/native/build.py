@@ -79,7 +79,7 @@ def choose_instruction_set() -> InstructionSet:
 
 @functools.cache
 def build(source: Path, instruction_set: InstructionSet) -> ctypes.CDLL:
-    """The library made of one C++ file, from the cache if the same was built before.
+    """The library made of one C++ file and the headers beside it, from the cache if the same was built before.
 
     Processes may build the same at once: each writes its own file, and the last to finish stays.
 
@@ -144,7 +144,7 @@ def _key(source: Path, compiler: list[str], options: list[str]) -> str:
     digest = hashlib.sha256()
     for part in (*compiler, version.stdout, *options, installed_version("jaxlib"), platform.machine()):
         digest.update(part.encode() + b"\0")
-    for file in (source, *sorted(SHARED_SOURCES.glob("*.h"))):
+    for file in (source, *sorted(source.parent.glob("*.h")), *sorted(SHARED_SOURCES.glob("*.h"))):
         digest.update(file.read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 

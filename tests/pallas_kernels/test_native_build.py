@@ -47,6 +47,10 @@ def test_another_source_or_instruction_set_is_another_build(source: Path, tmp_pa
     for instruction_set in native.runnable_instruction_sets():
         assert native.build(source, instruction_set).answer() == 43
     assert len(built(tmp_path)) == 1 + len(native.runnable_instruction_sets())
+    source.with_name("beside.h").write_text("// It may be included.")
+    native.build.cache_clear()
+    native.build(source, PLAIN)
+    assert len(built(tmp_path)) == 2 + len(native.runnable_instruction_sets())
 
 
 def test_processes_that_build_the_same_at_once_all_succeed(source: Path, tmp_path: Path) -> None:
