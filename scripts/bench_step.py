@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=96, help="tokens to generate")
     return parser.parse_args()
 

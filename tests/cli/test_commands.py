@@ -57,6 +57,21 @@ def test_generate_streams_one_answer_and_says_what_happened(run_model, expected)
         assert note in result.stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_a_profile_is_printed_and_written(run_model, expected, tmp_path, command):
+    options = ("--profile", tmp_path / "profile", "--profile-steps", 4)
+    if command == "batch":
+        (tmp_path / "requests.jsonl").write_text(batch_lines("hello", "you"))
+        result = run_model("batch", tmp_path / "requests.jsonl", tmp_path / "answers.jsonl", *options)
+    else:
+        result = run_model("generate", "hello", *options, *SHORT)
+        assert result.stdout == expected("hello")[0] + "\n"
+    assert result.exit_code == 0
+    table = (tmp_path / "profile" / "profile.txt").read_text()
+    assert table.startswith("4 steps") and "device: attention" in table and "host: plan" in table
+    assert table in result.stderr
+
+
 def test_generate_takes_its_prompt_from_standard_input(run_model, expected):
     result = run_model("generate", *SHORT, stdin="hello\nyou\n")
     assert (result.exit_code, result.stdout) == (0, expected("hello\nyou")[0] + "\n")

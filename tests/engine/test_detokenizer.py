@@ -23,7 +23,7 @@ BUILDS = {
     "word-level": Tokenizer(word_level_backend()),
 }
 TEXTS = ["he", "hello world", " w  w ", "🙂🎉 né你", "你好,世界", "aé\n", "👩‍👩‍👧"]
-FEW = settings(max_examples=150, deadline=None)
+FEW = settings(max_examples=150)
 
 
 def pieces(

@@ -85,7 +85,7 @@ def test_smollm_cuts_where_digits_then_gpt2_would() -> None:
     reference = pre_tokenizers.Sequence([theirs, gpt2])
 
     @given(st.text(alphabet=st.sampled_from("ab 1\uff12½\n\t'sé你🙂.-"), max_size=24))
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     def check(text: str) -> None:
         assert ours.pre_tokenize_str(text) == reference.pre_tokenize_str(text)
 
@@ -201,7 +201,7 @@ def test_sentencepiece_ids_equal_the_definition(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
 
     @given(st.text(alphabet=st.sampled_from("helowrdan é你🙂\n"), max_size=20))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
         assert ids == sentencepiece_reference(metadata, text)

@@ -185,7 +185,7 @@ def test_decoding_equals_the_librarys_where_bytes_are_text(name: str) -> None:
     @given(
         st.lists(st.sampled_from(["he", " w", "你", "🙂", "<s>", "né你", "\n", "  ", "é"]), max_size=12).map("".join)
     )
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
         for skip in (True, False):
@@ -199,7 +199,7 @@ def test_byte_level_decoding_equals_the_librarys_for_any_tokens() -> None:
     tokenizer = Tokenizer(backend)
 
     @given(st.lists(st.integers(min_value=0, max_value=tokenizer.vocab_size + 3), max_size=30))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     def check(ids: list[int]) -> None:
         for skip in (True, False):
             assert tokenizer.decode(ids, skip) == backend.decode(ids, skip_special_tokens=skip)

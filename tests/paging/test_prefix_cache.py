@@ -128,7 +128,7 @@ class WithWeakDigests(CacheMachine):
         self.memory.match(tokens, keys)
 
 
-STEPS = settings(max_examples=150, stateful_step_count=40, deadline=None)
+STEPS = settings(max_examples=150, stateful_step_count=40)
 TestCache, TestCacheWithoutHostTier, TestCacheWithWeakDigests = (
     machine.TestCase for machine in (CacheMachine, WithoutHostTier, WithWeakDigests)
 )

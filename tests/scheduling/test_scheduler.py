@@ -22,7 +22,7 @@ def test_outputs_are_those_of_each_sequence_alone(overlap):
     assert loop.scheduler.pool.num_free == 64
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(0, 10)), min_size=1, max_size=12),
     num_pages=st.integers(13, 40),

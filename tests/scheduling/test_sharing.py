@@ -262,7 +262,7 @@ REQUEST = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=10),
     num_pages=st.integers(34, 60),
